@@ -1,0 +1,101 @@
+"""What every half of a canary stands on: the pool it is bound to, and what was made for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import BatchError
+from kvcanary.kernels import DeviceFact, Kernels
+from kvcanary.layout import PoolLayout
+from kvcanary.record import make_keys
+from kvcanary.requests import Registry
+from kvcanary.state import DeviceState, Limits
+
+_UNBOUND = "the canary has no pool yet; the adapter calls bind() once the engine has made one"
+
+
+class Binding:
+    """A configuration, and a pool once there is one.
+
+    Attributes:
+        config: as it was given.
+        next_forward: number of the next forward, from 1 in each run.
+        kernels: of the pool's device; None before the first pool.
+    """
+
+    def __init__(self, config: CanaryConfig) -> None:
+        self.config = config
+        self.next_forward = 1
+        self.kernels: Kernels | None = None
+        self._layout: PoolLayout | None = None
+        self._state: DeviceState | None = None
+        self._registry = Registry(0)
+        self._armed = False
+        self._pending: list[DeviceFact] = []
+        self._late: deque[DeviceFact] = deque()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a pool is attached."""
+        return self._state is not None
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The attached pool's layout."""
+        if self._layout is None:
+            raise BatchError(_UNBOUND)
+        return self._layout
+
+    @property
+    def state(self) -> DeviceState:
+        """The attached pool's records, counters and rings."""
+        if self._state is None:
+            raise BatchError(_UNBOUND)
+        return self._state
+
+    @property
+    def registry(self) -> Registry:
+        """Live requests with their rows and tags."""
+        return self._registry
+
+    @property
+    def armed(self) -> bool:
+        """Whether checks hold."""
+        return self._armed
+
+    @property
+    def _kernels(self) -> Kernels:
+        if self.kernels is None:
+            raise BatchError(_UNBOUND)
+        return self.kernels
+
+    @property
+    def _scrub_bytes(self) -> int:
+        if self.config.fingerprint == "off":
+            return 0
+        return int(self.config.scrub_mib_per_step * (1 << 20))
+
+    def _take_pool(
+        self, layout: PoolLayout, kernels: Kernels, *, max_tokens: int, max_batch_rows: int, max_rows: int
+    ) -> None:
+        config = self.config
+        limits = Limits(
+            max_tokens=max_tokens,
+            max_batch_rows=max_batch_rows,
+            max_rows=max_rows,
+            ring_capacity=config.ring_capacity,
+            ring_quota=config.ring_quota_per_kind,
+            snapshots=config.snapshots,
+            head_entries=config.head_entries_per_forward,
+        )
+        self._state = DeviceState(layout, make_keys(config.key), limits)
+        self._layout, self.kernels = layout, kernels
+        self._registry = Registry(max_rows)
+        self._pending.clear()
+        self._late.clear()
+        self.next_forward = 1
+
+    def _leave_pool(self) -> None:
+        self._layout = self._state = None
+        self._armed = False

@@ -1,0 +1,367 @@
+"""The canary: what an engine holds, and the hot path around each of its forwards.
+
+Per step the engine's thread makes a handful of launches, records one event and appends to two queues. It
+takes no lock, waits for nothing, and allocates nothing on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from kvcanary.batch import ForwardBatch
+from kvcanary.config import CanaryConfig
+from kvcanary.decode import Decoder
+from kvcanary.errors import BatchError, ConfigError
+from kvcanary.events import CanaryArmed, Event
+from kvcanary.kernels import load_kernels
+from kvcanary.layout import DEFAULT_PART, PoolLayout
+from kvcanary.lifecycle import Lifecycle
+from kvcanary.mailbox import Quarantine
+from kvcanary.observers.base import Observer
+from kvcanary.pipeline import DrainReport
+from kvcanary.run_info import describe_run
+from kvcanary.snapshot import SnapshotRing
+from kvcanary.state import Role, Word
+from kvcanary.tools import Tools
+
+Quarantiner = Callable[[Quarantine], Iterable[Event]]
+"""An adapter's hand: takes requests and pages out of service, says what it did."""
+
+_ROLES = {role.name.lower(): role for role in Role}
+
+
+class Canary(Lifecycle, Tools):
+    """Records, checks and events for one engine's KV cache.
+
+    A canary is unbound until a pool exists: :meth:`bind` gives it the pool's layout and begins a run; a new
+    pool means a new run. All methods but :meth:`subscribe`, :meth:`emit`, :meth:`flush`, :attr:`error` and
+    :attr:`status` belong to the engine's thread.
+
+    Args:
+        config: taken whole; the environment is not read here.
+        observers: in addition to what the configuration switches on.
+    """
+
+    def __init__(self, config: CanaryConfig, *, observers: Sequence[Observer] = ()) -> None:
+        if config.mode == "off":
+            raise ConfigError("mode 'off' makes no canary; use install_canary() or watch(), which return none then")
+        super().__init__(config, observers)
+        self._suppressed: set[Role] = set()
+        self._due = dict.fromkeys(_ROLES, 0)
+        self._quarantiner: Quarantiner | None = None
+        self._step = _Step(self)
+        self._reset_step()
+
+    # --- being attached -----------------------------------------------------------------------------------
+
+    def bind(
+        self,
+        layout: PoolLayout,
+        *,
+        max_tokens: int,
+        max_batch_rows: int,
+        max_rows: int,
+        engine: str = "",
+        engine_version: str = "",
+        unarmed: Mapping[str, str] | None = None,
+        quarantine: Quarantiner | None = None,
+        stream: Any = None,
+        ranks: Mapping[str, int] | None = None,
+    ) -> None:
+        """Attach to a pool and begin a run. A canary that was bound before leaves its old pool.
+
+        Args:
+            layout: the pool.
+            max_tokens: most tokens of one forward, padding included.
+            max_batch_rows: most rows of one forward, padding included.
+            max_rows: most requests that are live at the same time.
+            engine: its name, for the log.
+            engine_version: of the engine.
+            unarmed: checks whose facts the engine cannot deliver, each with its reason.
+            quarantine: what takes requests out of service; without it that mode is refused.
+            stream: ``torch.cuda.Stream`` that orders the engine's forwards; None: the current one.
+            ranks: ``dp_rank``, ``tp_rank``, ``pp_rank``.
+
+        Raises:
+            ConfigError: the mode or the backend cannot work here.
+        """
+        if self.config.mode == "quarantine" and quarantine is None:
+            raise ConfigError(
+                f"mode 'quarantine': the {engine or 'engine'} adapter can neither heal nor abort a request; "
+                "use 'log' or 'raise'"
+            )
+        kernels = load_kernels(self.config.backend, layout.device.type)
+        if self.bound:
+            self.unbind()
+        self._take_pool(layout, kernels, max_tokens=max_tokens, max_batch_rows=max_batch_rows, max_rows=max_rows)
+        self._quarantiner = quarantine
+        self._stream = stream
+        self._due = dict.fromkeys(_ROLES, 0)
+        self._full = tuple(i for i, g in enumerate(layout.groups) if g.ring is None)
+        self._rings = tuple(i for i, g in enumerate(layout.groups) if g.ring is not None)
+        self._all = tuple(range(len(layout.groups)))
+        self._window_pair = _window_pair(layout)
+        self._reset_step()
+        self._ring = SnapshotRing(self.state)
+        started = describe_run(
+            self, engine=engine, engine_version=engine_version, unarmed=unarmed or {}, ranks=ranks or {}
+        )
+        self.feed.begin(started, self._ring, Decoder(layout, self._registry.name_of), self.state.keys)
+        self.drain.wake()
+
+    def unbind(self) -> None:
+        """Leave the pool: launch what is pending, have the last snapshot collected. The drain goes on."""
+        if not self.bound:
+            return
+        self._launch_facts()
+        self.facts.step(self.next_forward, self._ring.retired)
+        self.feed.end(dict(self._due))
+        self.drain.flush(self.config.flush_deadline_s)
+        self._leave_pool()
+
+    def stop(self, deadline: float | None = None) -> DrainReport:
+        """Leave the pool, deliver what is queued within ``deadline`` seconds, stop the drain. Idempotent."""
+        self.unbind()
+        return super().stop(deadline)
+
+    def row_of(self, request: str) -> int:
+        """The row of a live request.
+
+        Raises:
+            BatchError: it is not live.
+        """
+        return self._registry.require(request).row
+
+    def is_live(self, request: str) -> bool:
+        """Whether the request has a row."""
+        return self._registry.get(request) is not None
+
+    def arm(self) -> None:
+        """Forget all records and check from now on: after warm-up and graph capture. May wait for the device."""
+        state = self.state
+        self._launch_facts()
+        with self._on_stream():
+            state.reset()
+            state.counters[Word.ARMED] = 1
+        self._armed = True
+        self.emit(CanaryArmed(forward=self.next_forward, time_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()))
+
+    def disarm(self) -> None:
+        """Stop checking (warm-up, a pause in which the engine writes as it likes) until :meth:`arm`."""
+        with self._on_stream():
+            self.state.counters[Word.ARMED] = 0
+        self._armed = False
+
+    # --- a forward ----------------------------------------------------------------------------------------
+
+    def step(self) -> AbstractContextManager[Canary]:
+        """Around the engine's forward call or graph replay. May hold several forwards.
+
+        Entering applies the facts on the forward's stream and, in ``raise`` mode, raises what was found.
+
+        Raises:
+            KVCorruptionError: in ``raise`` mode, at every step once corruption was found.
+        """
+        return self._step
+
+    @contextmanager
+    def forward(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> Any:
+        """Device half of a forward; may be captured in a graph. See :meth:`enter`."""
+        self.enter(batch, part=part)
+        try:
+            yield self
+        except BaseException:
+            self.abandon()
+            raise
+        self.leave()
+
+    def enter(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> None:
+        """Mark and check, after the engine resolved its inputs and before the model runs.
+
+        Nested calls count once. ``part``: the part of the groups' sources that this forward writes.
+
+        Raises:
+            BatchError: shapes, dtypes, devices or capacities disagree; nothing was launched.
+        """
+        self._depth += 1
+        if self._depth > 1:
+            return
+        began = time.perf_counter_ns()
+        state = self.state
+        try:
+            batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
+        except BatchError:
+            self._depth = 0
+            raise
+        self._part = part
+        self._entered += not self._capturing()
+        self._rows, self._tokens = batch.num_rows, batch.num_tokens
+        self._entry(batch)
+        self._host_ns += time.perf_counter_ns() - began
+
+    def leave(self) -> None:
+        """Seal what was written, scrub, commit; before the engine signals that the forward is done.
+
+        Raises:
+            BatchError: without a matching :meth:`enter`.
+        """
+        if self._depth == 0:
+            raise BatchError("leave() without enter(); each forward needs both, in this order")
+        self._depth -= 1
+        if self._depth:
+            return
+        began = time.perf_counter_ns()
+        scrub = 0 if Role.SCRUB in self._suppressed else self._scrub_bytes
+        part = self._part if self.config.fingerprint == "full" else ""
+        self._count(Role.SEAL)
+        if self._scrub_bytes:
+            self._count(Role.SCRUB)
+        if Role.SEAL in self._suppressed:
+            self._kernels.abandon(self.state)
+        else:
+            self._kernels.seal(self.state, part, scrub, last=True, nonfinite=self.config.check_nonfinite)
+        self._host_ns += time.perf_counter_ns() - began
+
+    def abandon(self) -> None:
+        """The model raised: its tokens stay unsealed and the rows' histories as they were."""
+        if self._depth:
+            self._depth = 0
+            self._kernels.abandon(self.state)
+
+    def _entry(self, batch: ForwardBatch) -> None:
+        """Mark then check; for rings check then mark, since their layers read the old window before they write."""
+        kernels, state = self._kernels, self.state
+        self._count(Role.MARK)
+        self._count(Role.CHECK)
+        marks = Role.MARK not in self._suppressed
+        if marks and self._full:
+            kernels.mark(state, batch, self._full, first=True)
+        if Role.CHECK not in self._suppressed:
+            kernels.check(state, batch, self._all)
+        if marks and self._rings:
+            kernels.mark(state, batch, self._rings, first=not self._full)
+        every = self.config.swa_divergence_every
+        if every and self._window_pair is not None:
+            self._count(Role.WINDOW, due=self.next_forward % every == 0)
+            if Role.WINDOW not in self._suppressed:
+                kernels.window(state, batch, *self._window_pair, every=every)
+
+    def _begin_step(self) -> None:
+        began = time.perf_counter_ns()
+        if self.mailbox.pending:
+            self.check()
+        if not self.bound:
+            return
+        self._reset_step()
+        self._host_ns = 0
+        self._launch_facts()
+        self.facts.step(self.next_forward, self._ring.retired)
+        self._host_ns += time.perf_counter_ns() - began
+
+    def _end_step(self, *, failed: bool) -> None:
+        if not self.bound:
+            return
+        began = time.perf_counter_ns()
+        if failed:
+            self.abandon()
+        forwards = self._entered
+        if forwards == 0 and not failed and self._replayed:
+            # A graph replay runs the captured launches without this thread: what was due is known all the same.
+            forwards = 1
+            for role in (Role.MARK, Role.CHECK, Role.SEAL) + ((Role.SCRUB,) if self._scrub_bytes else ()):
+                self._due[role.name.lower()] += 1
+        if forwards == 0:
+            return
+        last = self.next_forward + forwards - 1
+        self.facts.launched(self.next_forward, self._ring.retired, self._rows, self._tokens, forwards, dict(self._due))
+        self.next_forward = last + 1
+        self._host_ns += time.perf_counter_ns() - began
+        self._ring.push(last, time.monotonic_ns(), self._host_ns, dict(self._due), self._stream)
+        self.drain.wake()
+
+    def replayed(self) -> None:
+        """Inside a :meth:`step`: the forward is a graph replay, so no hook of this thread runs."""
+        self._replayed = True
+
+    def check(self) -> None:
+        """Read the mailbox: carry out quarantines, raise what was found in ``raise`` mode.
+
+        Raises:
+            KVCorruptionError: corruption was found.
+            CanaryStalledError: a kernel or guard stopped working.
+        """
+        for wanted in self.mailbox.take_quarantines():
+            if self._quarantiner is not None:
+                for event in self._quarantiner(wanted):
+                    self.emit(event)
+        if self.mailbox.error is not None:
+            raise self.mailbox.error
+
+    def suppress(self, role: str, *, suppressed: bool = True) -> None:
+        """Stop launching one role, to see that health reports it. For tests and drills.
+
+        Raises:
+            ConfigError: no such role.
+        """
+        if role not in _ROLES:
+            raise ConfigError(f"no launch role {role!r}; roles are {', '.join(_ROLES)}")
+        (self._suppressed.add if suppressed else self._suppressed.discard)(_ROLES[role])
+
+    # --- small helpers ------------------------------------------------------------------------------------
+
+    def _count(self, role: Role, *, due: bool = True) -> None:
+        if due and not self._capturing():
+            self._due[role.name.lower()] += 1
+
+    def _capturing(self) -> bool:
+        return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _launch_facts(self) -> None:
+        while self._late:
+            self._pending.append(self._late.popleft())
+        if not self._pending or self._state is None:
+            return
+        self._count(Role.FACTS)
+        if Role.FACTS not in self._suppressed:
+            with self._on_stream():
+                self._kernels.facts(self._state, self._pending)
+        self._pending.clear()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def _reset_step(self) -> None:
+        self._depth: int = 0
+        self._entered: int = 0
+        self._rows: int = 0
+        self._tokens: int = 0
+        self._host_ns: int = 0
+        self._replayed = False
+        self._part = DEFAULT_PART
+
+
+class _Step:
+    """Reusable: a step allocates nothing."""
+
+    __slots__ = ("_canary",)
+
+    def __init__(self, canary: Canary) -> None:
+        self._canary = canary
+
+    def __enter__(self) -> Canary:
+        self._canary._begin_step()  # noqa: SLF001 - the canary's own half
+        return self._canary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._canary._end_step(failed=kind is not None)  # noqa: SLF001
+
+
+def _window_pair(layout: PoolLayout) -> tuple[int, int] | None:
+    full = next((i for i, group in enumerate(layout.groups) if group.kind == "full"), None)
+    swa = next((i for i, group in enumerate(layout.groups) if group.kind == "swa"), None)
+    return None if full is None or swa is None else (full, swa)

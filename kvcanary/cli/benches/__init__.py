@@ -1,0 +1,1 @@
+"""The measurements behind ``kvcanary bench``, one subject a module; :mod:`.rows` names and judges them."""

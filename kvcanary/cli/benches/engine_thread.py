@@ -1,0 +1,225 @@
+"""What facts and drain take from an engine's thread that is busy in Python all the time: the worst case."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcanary.bus import Bus
+from kvcanary.cli.benches.rows import BenchError, Measured
+from kvcanary.cli.benches.running import Setting
+from kvcanary.cli.benches.stream import make_snapshot, make_started
+from kvcanary.config import CanaryConfig
+from kvcanary.events import Event, ForwardRetired, RunStarted
+from kvcanary.facts import FactLog
+from kvcanary.mailbox import Mailbox
+from kvcanary.observers import default_folds
+from kvcanary.pipeline import Drain
+
+REQUESTS = 1000
+STEPS_PER_S = 50
+STEPS = 25
+"""steps of one block, half a second"""
+PAIRS = 20
+PAGE = 16
+PAGES_EACH = 64
+GROUP = "full"
+
+
+def measure(setting: Setting, name: str) -> Measured:
+    """Blocks of equal Python work in turns, with and without facts; the value is the median loss of a pair."""
+    work = _Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
+    engine = _Engine(setting.size(REQUESTS, 40))
+    blocks = setting.size(4 if setting.quick else PAIRS, 2)
+    try:
+        losses = [_pair(engine, work, number) for number in range(blocks)]
+    finally:
+        report = engine.stop()
+    if engine.published == 0 or engine.lost:
+        raise BenchError(f"{engine.published} events went through the folds, {engine.lost} facts were lost")
+    return Measured(
+        name=name,
+        value=statistics.median(losses),
+        method=(
+            f"{blocks} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns with "
+            "and without "
+            f"the facts of {len(engine.names)} decoding requests (one page for each 16th of them a step, one request "
+            "replaced a "
+            "step, a snapshot a step), their drain and the default folds in the same interpreter; median loss of "
+            "throughput"
+        ),
+        details={
+            "losses_percent": [round(loss, 3) for loss in losses],
+            "fact_calls_us_per_step": round(engine.fact_seconds / max(1, engine.steps) * 1e6, 1),
+            "events": engine.published,
+            "stopped_cleanly": report,
+        },
+    )
+
+
+def _pair(engine: _Engine, work: _Work, number: int) -> float:
+    times: dict[bool, float] = {}
+    for watched in (bool(number % 2), not number % 2):
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            if watched:
+                engine.step()
+            work()
+        times[watched] = time.perf_counter() - began
+        engine.settle()
+    return 100 * (1 - times[False] / times[True])
+
+
+class _Work:
+    """The engine's own work of one step: a Python loop that takes ``seconds`` when nothing disturbs it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._rounds = 10_000
+        fastest = min(self._time() for _ in range(20))
+        self._rounds = max(1, int(self._rounds * seconds / fastest))
+
+    def __call__(self) -> int:
+        total = 0
+        for i in range(self._rounds):
+            total ^= i
+        return total
+
+    def _time(self) -> float:
+        began = time.perf_counter()
+        self()
+        return time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class _Ear:
+    """A batch sink that counts."""
+
+    name: str = "bench.count"
+    interests: tuple[type[Event], ...] = (Event,)
+    count: int = 0
+
+    def handle_batch(self, events: Sequence[Event]) -> None:
+        """Count."""
+        self.count += len(events)
+
+
+class _Source:
+    """What a feed is, with snapshots that are ready as soon as their forward was launched."""
+
+    def __init__(self, facts: FactLog) -> None:
+        self._facts = facts
+        self._runs: deque[RunStarted] = deque([make_started()])
+        self.launched: deque[int] = deque()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a snapshot is waiting."""
+        return bool(self.launched)
+
+    @property
+    def queued_facts(self) -> int:
+        """Facts that wait for the drain."""
+        return self._facts.queued
+
+    def next_run(self) -> RunStarted | None:
+        """The run, once."""
+        return self._runs.popleft() if self._runs else None
+
+    def collect(self) -> list[Event]:
+        """Facts, then what the device would have said."""
+        events = self._facts.take()
+        while self.launched:
+            forward = self.launched.popleft()
+            events += [ForwardRetired(forward=forward, through=forward), make_snapshot(forward)]
+        return events
+
+
+class _Engine:
+    """Records what an engine with many decoding requests records."""
+
+    def __init__(self, requests: int) -> None:
+        config = CanaryConfig(mode="log")
+        rng = random.Random(5)
+        self._facts = FactLog(config.fact_queue)
+        self._facts.enabled = True
+        self._source = _Source(self._facts)
+        self._bus = Bus(default_folds(config, Mailbox()))
+        self._ear = _Ear()
+        self._bus.subscribe(self._ear)
+        self._drain: Any = Drain(self._source, self._bus)
+        self._drain.start()
+        self.names = [f"r{i}" for i in range(requests)]
+        self._tags = itertools.count(1)
+        self._pages: dict[str, list[int]] = {}
+        free = list(range(requests * (PAGES_EACH + 8)))
+        rng.shuffle(free)
+        self._free = deque(free)
+        self._due: dict[str, int] = dict.fromkeys(("facts", "mark", "check", "seal", "scrub"), 0)
+        self.forward = 1
+        self.steps = 0
+        self.fact_seconds = 0.0
+        for row in range(requests):
+            self._admit(row)
+        self.step()
+        self.settle()
+
+    @property
+    def published(self) -> int:
+        """Events that reached the sink."""
+        return self._ear.count
+
+    @property
+    def lost(self) -> int:
+        """Facts that found the queue full."""
+        return self._bus.losses.facts
+
+    def step(self) -> None:
+        """The facts of one step, and its forward."""
+        self.steps += 1
+        began = time.perf_counter()
+        facts = self._facts
+        grown = self.names[self.steps % PAGE :: PAGE]
+        fresh = [self._free.popleft() for _ in grown]
+        for name, page in zip(grown, fresh, strict=True):
+            self._pages[name].append(page)
+        facts.pages_each("alloc", GROUP, grown, fresh)
+        self._replace(self.steps % len(self.names))
+        facts.step(self.forward, self.forward - 1)
+        for role in self._due:
+            self._due[role] += 1
+        facts.launched(self.forward, self.forward - 1, len(self.names), len(self.names), 1, dict(self._due))
+        self._source.launched.append(self.forward)
+        self._drain.wake()
+        self.forward += 1
+        self.fact_seconds += time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Let the drain finish what it has."""
+        self._drain.flush(5.0)
+
+    def stop(self) -> bool:
+        """Stop the drain; whether it was clean."""
+        report: Any = self._drain.stop(5.0)
+        return bool(getattr(report, "clean", True))
+
+    def _admit(self, row: int) -> None:
+        name = self.names[row]
+        pages = [self._free.popleft() for _ in range(PAGES_EACH - (row + self.steps) % 8)]
+        self._pages[name] = pages
+        self._facts.admitted(name, row, next(self._tags), 0, "")
+        self._facts.pages("alloc", GROUP, name, pages)
+
+    def _replace(self, row: int) -> None:
+        name = self.names[row]
+        pages = self._pages.pop(name)
+        self._facts.finished(name, row + 1, len(pages) * PAGE)
+        self._facts.pages("free", GROUP, name, pages)
+        self._free.extend(pages)
+        self.names[row] = f"{name.partition('.')[0]}.{self.steps}"
+        self._admit(row)

@@ -1,0 +1,245 @@
+"""Configuration: one frozen struct, validated when built, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast, get_args
+
+import msgspec
+from msgspec import Meta, inspect
+
+from kvcanary.errors import ConfigError
+
+Mode = Literal["off", "log", "raise", "quarantine"]
+PREFIX = "KVCANARY_"
+SECRET_FIELDS = frozenset({"key"})
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bound = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+_PLAIN: dict[type[inspect.Type], str] = {
+    inspect.BoolType: "True or False",
+    inspect.NoneType: "None",
+    inspect.VarTupleType: "a tuple of strings",
+}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting. ``mode`` has no default here; :meth:`from_env` reads an absent one as ``off``.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range; the message names field, value and range.
+    """
+
+    mode: Mode
+    """``off``: nothing is wrapped; ``log``: report; ``raise``: stop the engine; ``quarantine``: heal or abort"""
+    fingerprint: Literal["off", "full"] = "full"
+    """seal the bytes of every new token"""
+    scrub_mib_per_step: Annotated[float, Meta(ge=0, le=1 << 20)] = 32.0
+    """MiB of sealed bytes re-read each step; 0 switches the scrub off"""
+    verify_on_reuse: Literal["budgeted", "full"] = "budgeted"
+    """bytes of reused pages: within the scrub's budget, or all before the forward that reads them"""
+    head_entries_per_forward: Bound = 4 << 20
+    """old positions checked per forward; row ends and the newest part always, the rest in rotation"""
+    stats_every: Count = 100
+    """forwards between ``StatsReported``; 0 = off"""
+    health_every: Count = 100
+    """forwards between health checks; 0 = off"""
+    health_warmup: Count = 100
+    """forwards before the first health check counts"""
+    swa_divergence_every: Count = 0
+    """forwards between samples of the window's divergence; 0 = off"""
+    ring_capacity: Bound = 1024
+    """violation rows in the pinned ring"""
+    ring_quota_per_kind: Bound = 64
+    """rows in flight per kind and group, so that a flood of one cannot hide another"""
+    track_ownership: bool = True
+    check_nonfinite: bool = True
+    poison: Literal["off", "sample", "full"] = "off"
+    """find writes that never came: one row of each new slot, or whole slots (for CI)"""
+    redact: bool = True
+    """sinks withhold token ids and digests; the error in the process keeps all"""
+    log: str | None = None
+    """JSON lines to a file path, ``-`` (standard error) or ``stdout``"""
+    log_profile: Literal["default", "ecs", "datadog", "otel"] = "default"
+    journal: str | None = None
+    """directory for the SQLite journal"""
+    journal_level: Literal["incidents", "all"] = "incidents"
+    observers: tuple[str, ...] = ()
+    """sinks by name, ``package.module:attribute``, for processes that nobody can pass objects into"""
+    fact_queue: Bound = 65536
+    sink_queue: Bound = 8192
+    stop_deadline_s: Seconds = 5.0
+    flush_deadline_s: Seconds = 1.0
+    """how long an error waits for the journal"""
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    key: int | None = None
+    """secret shared by transfer peers (64 bits); None: random per run"""
+    snapshots: Bound = 64
+    """headers in the snapshot ring"""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _check(name, getattr(self, name))
+        if self.ring_quota_per_kind > self.ring_capacity:
+            raise ConfigError(
+                f"ring_quota_per_kind is {self.ring_quota_per_kind}; expected at most ring_capacity, which is "
+                f"{self.ring_capacity}"
+            )
+        if self.key is not None and not -(1 << 63) <= self.key < 1 << 64:
+            raise ConfigError("key does not fit 64 bits; expected a whole number from -2**63 to 2**64 - 1, or None")
+        for target in self.observers:
+            module, colon, attribute = target.partition(":")
+            if not (module and colon and attribute):
+                raise ConfigError(f"observers names {target!r}; expected 'package.module:attribute'")
+
+    def __repr__(self) -> str:
+        return f"CanaryConfig({', '.join(f'{name}={value!r}' for name, value in self.describe().items())})"
+
+    def describe(self) -> dict[str, Any]:
+        """All settings as plain values, without secrets; what ``RunStarted`` carries."""
+        plain = cast(
+            "dict[str, Any]", msgspec.to_builtins({name: getattr(self, name) for name in self.__struct_fields__})
+        )
+        return {name: _hidden(value) if name in SECRET_FIELDS else value for name, value in plain.items()}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
+        """The settings in ``KVCANARY_*`` variables; an absent mode is ``off``, an empty variable is absent.
+
+        Raises:
+            ConfigError: an unknown variable (with the nearest known one), or a value that does not fit.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {"mode": "off"}
+        for variable, text in environ.items():
+            if variable.startswith(PREFIX):
+                name = _field_of(variable)
+                if text.strip():
+                    values[name] = _parse(variable, name, text.strip())
+        return cls(**values)
+
+
+def mode_from_env(environ: Mapping[str, str] | None = None) -> Mode:
+    """The value of ``KVCANARY_MODE``, or ``off``. Reads nothing else.
+
+    Raises:
+        ConfigError: it is no mode.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get(f"{PREFIX}MODE", "").strip()
+    return cast("Mode", _parse(f"{PREFIX}MODE", "mode", text)) if text else "off"
+
+
+def resolve(
+    config: CanaryConfig | None, mode: str | None = None, environ: Mapping[str, str] | None = None
+) -> CanaryConfig:
+    """What holds, given what a caller passed and the environment.
+
+    ``KVCANARY_MODE=off`` always wins, so that an operator can switch off what code switched on. A given config is
+    taken whole; without one, the environment's settings hold, with ``mode`` in place of theirs when it is given.
+
+    Raises:
+        ConfigError: ``mode`` and ``config`` contradict each other, or a setting does not fit.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get(f"{PREFIX}MODE", "").strip().lower() == "off":
+        return CanaryConfig(mode="off") if config is None else msgspec.structs.replace(config, mode="off")
+    if mode is not None:
+        _check("mode", mode)
+    if config is None:
+        found = CanaryConfig.from_env(environ)
+        return found if mode is None else msgspec.structs.replace(found, mode=cast("Mode", mode))
+    if mode is not None and mode != config.mode:
+        raise ConfigError(
+            f"mode={mode!r} was given beside a config with mode={config.mode!r}; a config is taken whole, so give one"
+        )
+    return config
+
+
+@functools.cache
+def _fields() -> dict[str, inspect.Field]:
+    info = inspect.type_info(CanaryConfig)
+    return {field.name: field for field in cast("inspect.StructType", info).fields}
+
+
+def _annotation(name: str) -> Any:
+    return next(field.type for field in msgspec.structs.fields(CanaryConfig) if field.name == name)
+
+
+def _check(name: str, value: object) -> None:
+    shown = f"a {type(value).__name__}" if name in SECRET_FIELDS else repr(value)
+    problem = ConfigError(f"{name} is {shown}; expected {_expected(_fields()[name].type)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise problem
+    try:
+        msgspec.convert(value, _annotation(name))
+    except msgspec.ValidationError:
+        raise problem from None
+
+
+def _expected(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.LiteralType(values=values):
+            words = "one of " + ", ".join(map(repr, values))
+        case inspect.UnionType(types=types):
+            words = " or ".join(_expected(option) for option in types)
+        case inspect.IntType(ge=low, le=high):
+            words = "a whole number" if low is None else f"a whole number from {low} to {high}"
+        case inspect.FloatType(gt=above, ge=low, le=high):
+            words = f"a number above {above} and up to {high}" if low is None else f"a number from {low} to {high}"
+        case _:
+            words = _PLAIN.get(type(kind), "a string")
+    return words
+
+
+def _field_of(variable: str) -> str:
+    name = variable.removeprefix(PREFIX).lower()
+    if name in _fields():
+        return name
+    known = [PREFIX + field.upper() for field in _fields()]
+    near = difflib.get_close_matches(variable, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    raise ConfigError(f"environment variable {variable} is unknown; {hint}")
+
+
+def _parse(variable: str, name: str, text: str) -> object:
+    kind = _fields()[name].type
+    if isinstance(kind, inspect.VarTupleType):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if isinstance(kind, inspect.LiteralType):
+        value: object = text.lower()
+    elif isinstance(kind, inspect.BoolType):
+        value = _BOOLEANS.get(text.lower(), text)
+    elif isinstance(kind, inspect.IntType) or name in SECRET_FIELDS:
+        value = _number(int, text, 0)
+    elif isinstance(kind, inspect.FloatType):
+        value = _number(float, text)
+    else:
+        value = text
+    try:
+        _check(name, value)
+    except ConfigError:
+        shown = "a value that is not shown" if name in SECRET_FIELDS else repr(text)
+        raise ConfigError(f"environment variable {variable} is {shown}; expected {_expected(kind)}") from None
+    return value
+
+
+def _number(make: type, text: str, *base: int) -> object:
+    try:
+        return make(text, *base)
+    except ValueError:
+        return text
+
+
+def _hidden(value: object) -> str | None:
+    return None if value is None else "(set)"
+
+
+MODES: tuple[str, ...] = get_args(Mode)

@@ -1,0 +1,1 @@
+"""Adapters: how each engine is watched from outside, without touching its source."""

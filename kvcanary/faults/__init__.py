@@ -1,0 +1,1 @@
+"""Faults on purpose: what can be broken, which check must see it, and how soon."""

@@ -1,0 +1,184 @@
+"""What the drain reads: facts from the engine's thread and snapshots from the device, as events in order.
+
+The engine's thread appends; the drain's thread collects. Nothing here waits for the device, and nothing takes
+a lock that the engine's thread could meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvcanary.decode import Decoder
+from kvcanary.digests import digest_tokens
+from kvcanary.events import Event, ForwardRetired, RequestsFinished, RunStarted, SnapshotsSkipped, ViolationDetected
+from kvcanary.facts import FactLog
+from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.record import Keys, hex64, signed
+from kvcanary.requests import Request
+from kvcanary.snapshot import Fence, Snapshot, SnapshotRing
+from kvcanary.state import Word
+
+_MOST_AUDITS = 1 << 14
+
+
+class _Audit(NamedTuple):
+    request: str
+    length: int
+    digest: int
+
+
+class _Base(NamedTuple):
+    entry: Request
+    tokens: Sequence[int]
+    length: int
+    answers: deque[DeviceFact]
+
+
+class Feed:
+    """One canary's source of events. ``begin`` starts a run on a new pool."""
+
+    def __init__(self, facts: FactLog) -> None:
+        self._facts = facts
+        self._runs: deque[RunStarted] = deque()
+        self._ring: SnapshotRing | None = None
+        self._decoder: Decoder | None = None
+        self._keys: Keys | None = None
+        self._skipped = 0
+        self._finished: deque[tuple[int, str, int, Sequence[int], int]] = deque()
+        self._bases: deque[_Base] = deque()
+        self._audits: dict[int, _Audit] = {}
+        self._ending: dict[str, int] | None = None
+
+    def begin(self, started: RunStarted, ring: SnapshotRing, decoder: Decoder, keys: Keys) -> None:
+        """A new run; what the old one left must have been collected before."""
+        self._ring, self._decoder, self._keys = ring, decoder, keys
+        self._skipped = 0
+        self._audits.clear()
+        self._finished.clear()
+        self._bases.clear()
+        self._runs.append(started)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a forward's snapshot, a digest or a run's end is still awaited."""
+        ring = self._ring
+        return bool(self._bases) or self._ending is not None or (ring is not None and ring.in_flight > 0)
+
+    @property
+    def queued_facts(self) -> int:
+        """Facts that wait for the drain."""
+        return self._facts.queued
+
+    def next_run(self) -> RunStarted | None:
+        """The run that begins now, once."""
+        return self._runs.popleft() if self._runs else None
+
+    def expect_audit(self, entry: Request, tokens: Sequence[int]) -> None:
+        """The device will report this finished request's digest; compare it with that of ``tokens``."""
+        self._finished.append((entry.tag, entry.name, len(tokens), tokens, entry.seed))
+
+    def compute_base(self, entry: Request, tokens: Sequence[int], length: int, answers: deque[DeviceFact]) -> None:
+        """Compute a base digest on the drain's thread; the fact that arms the row goes to ``answers``."""
+        self._bases.append(_Base(entry, tokens, length, answers))
+
+    def collect(self) -> list[Event]:
+        """Everything that is ready.
+
+        Snapshots are looked at first and put last, so that the launch of a forward, which was recorded before it
+        was fenced, always precedes what was found in it.
+        """
+        self._answer_bases()
+        ring = self._ring
+        snapshots = ring.poll() if ring is not None else []
+        self._digest_finished()
+        events: list[Event] = [self._with_digests(fact) for fact in self._facts.take()]
+        for snapshot in snapshots:
+            events += self._decode(snapshot)
+        if ring is not None and ring.skipped > self._skipped:
+            events.append(SnapshotsSkipped(count=ring.skipped - self._skipped, **_now()))
+            self._skipped = ring.skipped
+        if self._ending is not None and ring is not None:
+            events += self._last_look(ring, self._ending)
+            self._ending = self._ring = None
+        return events
+
+    def end(self, due: dict[str, int]) -> None:
+        """The last launch was made: the next :meth:`collect` takes a last look, which waits for the device."""
+        self._facts.hurry()
+        self._ending = due
+
+    def _last_look(self, ring: SnapshotRing, due: dict[str, int]) -> list[Event]:
+        forward = ring.retired
+        snapshot = ring.final(Fence(forward, None, time.monotonic_ns(), 0, due))
+        if not snapshot.violations and not snapshot.outbox and snapshot.words[Word.FORWARD] == forward:
+            return []
+        fence = snapshot.fence._replace(forward=snapshot.words[Word.FORWARD])
+        return self._decode(snapshot._replace(fence=fence))
+
+    def _decode(self, snapshot: Snapshot) -> list[Event]:
+        decoder = self._decoder
+        if decoder is None:
+            return []
+        now, wall = time.monotonic_ns(), time.time_ns()
+        retired = ForwardRetired(
+            time_ns=wall, monotonic_ns=now, forward=snapshot.words[Word.FORWARD], through=snapshot.words[Word.FORWARD]
+        )
+        events: list[Event] = [retired, decoder.snapshot(snapshot, now, wall)]
+        events += [decoder.violation(row, now, wall) for row in snapshot.violations]
+        events += [finding for row in snapshot.outbox for finding in self._audit(row, now, wall)]
+        events += decoder.scrubs(snapshot, now, wall)
+        return events
+
+    def _audit(self, row: list[int], now: int, wall: int) -> list[Event]:
+        """The finish audit: the digest that the device followed against that of prompt plus output."""
+        _, tag, length, held, digest, forward = row
+        audit = self._audits.pop(tag, None)
+        if audit is None or not held or audit.length != length or audit.digest == digest:
+            return []
+        return [
+            ViolationDetected(
+                time_ns=wall,
+                monotonic_ns=now,
+                forward=forward,
+                kind="FINAL_DIGEST",
+                role="facts",
+                group="",
+                tag=tag,
+                request=audit.request,
+                position_expected=length,
+                position_found=length,
+                digest_expected=hex64(audit.digest),
+                digest_found=hex64(digest),
+            )
+        ]
+
+    def _digest_finished(self) -> None:
+        keys = self._keys
+        while self._finished and keys is not None:
+            tag, name, length, tokens, seed = self._finished.popleft()
+            self._audits[tag] = _Audit(name, length, digest_tokens(keys, seed, tokens))
+        while len(self._audits) > _MOST_AUDITS:
+            del self._audits[next(iter(self._audits))]
+
+    def _answer_bases(self) -> None:
+        keys = self._keys
+        while self._bases and keys is not None:
+            entry, tokens, length, answers = self._bases.popleft()
+            digest = digest_tokens(keys, entry.seed, tokens, length)
+            answers.append(DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest))
+
+    def _with_digests(self, fact: Event) -> Event:
+        if not isinstance(fact, RequestsFinished):
+            return fact
+        audits = [self._audits.get(tag) for tag in fact.tags]
+        digests = tuple(hex64(signed(audit.digest)) if audit is not None else "" for audit in audits)
+        return msgspec.structs.replace(fact, digests=digests)
+
+
+def _now() -> dict[str, int]:
+    return {"time_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}

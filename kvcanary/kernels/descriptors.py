@@ -1,0 +1,373 @@
+"""Descriptors: layouts and batches as rows of int64 words that kernels read.
+
+What never changes (state, groups, sources) is written once, when a workspace is made. What a forward brings is
+described by its addresses, one row a group; a row is written again only when an address changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcanary.errors import BatchError, ConfigError
+from kvcanary.layout import AttentionGroup
+
+if TYPE_CHECKING:
+    from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
+    from kvcanary.state import DeviceState
+
+ROW = 32
+"""Words of a state or group row."""
+ITEM_ROW = 16
+"""Words of a batch item's row; as many arguments has the kernel that writes one."""
+CHUNK_ROW = 8
+BUNDLE = 4
+"""Chunks that a program loads together; all of a bundle are read the same way."""
+REGION_ROW = 16
+FACT_ROW = 16
+MAX_REGIONS = 8
+"""Regions of one launch."""
+MAX_GROUPS = 63
+MAX_INDEX = (1 << 31) - 1
+
+
+class StateWord(IntEnum):
+    """Words of a state's row: what kernels need of it only when they have something to say."""
+
+    VIOLATIONS = 0
+    ACKED = 1
+    RING_CAPACITY = 2
+    RING_QUOTA = 3
+    GROUPS = 4
+    HEADERS = 5
+    SNAPSHOTS = 6
+    HEADER_WORDS = 7
+    OUTBOX = 8
+    SUSPECTS = 9
+    MAX_TOKENS = 10
+    HEAD_ENTRIES = 11
+    PARTS = 12
+    """address of the directory of parts, see :class:`PartWord`"""
+    MAX_PARTS = 13
+    SCRATCH_SLOTS = 14
+
+
+class GroupWord(IntEnum):
+    """Words of a group's row."""
+
+    LINKS = 0
+    SEALS = 1
+    OWNER = 2
+    NUM_SLOTS = 3
+    NUM_PAGES = 4
+    PAGE_SIZE = 5
+    PAGE_SHIFT = 6
+    INDEX_STRIDE = 7
+    INDEX_SHIFT = 8
+    ENTRY_STRIDE = 9
+    ENTRY_SHIFT = 10
+    PAGE_LIMIT = 11
+    """pages above this have no 32-bit index"""
+    RING = 12
+    WINDOW = 13
+    FOLLOWS = 14
+    """1: the offset in the page follows the position"""
+    PARTS = 15
+    RESERVED_LOW = 16
+    RESERVED_HIGH = 17
+    """bounds of the trash and null pages; all others are ordinary"""
+    NULL_IS_ZERO = 18
+    SPACE = 19
+    ARENA = 20
+    ARENA_PAGES = 21
+    """pages of this group in one arena page"""
+    ARENA_GROUPS = 22
+    """bit set of the groups with a space of their own that share the arena"""
+    HAS_TRASH = 23
+
+
+class ItemWord(IntEnum):
+    """Words of a batch item's row; addresses are 0 where the batch brings nothing."""
+
+    SLOT_MAPPING = 0
+    ENTRIES = 1
+    HEIGHT = 2
+    """rows of a two-dimensional table; -1: flat"""
+    WIDTH = 3
+    """columns; all entries of a flat table"""
+    ROW_STRIDE = 4
+    ROW_INDEX = 5
+    ROW_OFFSETS = 6
+    FIRST = 7
+    REQUIRED = 8
+    TRANSLATION = 9
+    TRANSLATION_SIZE = 10
+    """-1: no translation"""
+    WIDE = 11
+    """bit set over the words above: that tensor is int64"""
+    FLAGS = 12
+
+
+class ItemFlag(IntEnum):
+    """Bits of :attr:`ItemWord.FLAGS`."""
+
+    PRESENT = 1
+    PAGES = 2
+    """entries name pages"""
+    COVERS_NEW = 4
+    TABLE = 8
+
+
+class ChunkWord(IntEnum):
+    """Words of a chunk: contiguous bytes of one token, no more than a kernel's block."""
+
+    BASE = 0
+    PAGE_STRIDE = 1
+    TOKEN_STRIDE = 2
+    NUM_BYTES = 3
+    KEY = 4
+    """the 32-bit state of the key generator at the chunk's first word"""
+    EXPONENT = 5
+    """``mask | top << 32``: exponent bits of all values in a 32-bit word, and the top bit of each value"""
+    ACCESS = 6
+    """bytes that a lane may load at once: 16, 4 or 1"""
+
+
+class PartWord(IntEnum):
+    """Words of a part's row in the directory ``[groups, parts]``."""
+
+    CHUNKS = 0
+    BUNDLES = 1
+
+
+PART_ROW = 2
+
+
+class RegionWord(IntEnum):
+    """Words of a region: items (a slot in one part each) that the byte kernels work through together."""
+
+    KIND = 0
+    GROUP = 1
+    SPACE = 2
+    PART = 3
+    ITEMS = 4
+    """how many; of tokens and suspects the device knows better"""
+    FIRST_PROGRAM = 5
+    PROGRAMS = 6
+    SPLITS = 7
+    """programs that share an item"""
+    CHUNKS = 8
+    BUNDLES = 9
+    SLOTS = 10
+    """address of a list of slots"""
+    SUMS = 11
+    """address of one sum an item, zero between launches"""
+    FLAGS = 12
+    """address of one word an item: not zero when a value was not finite"""
+
+
+class RegionKind(IntEnum):
+    """Where the slots of a region come from."""
+
+    TOKENS = 0
+    SUSPECTS = 1
+    SCRUB = 2
+    LIST = 3
+
+
+class FactWord(IntEnum):
+    """Words of a fact."""
+
+    OP = 0
+    GROUP = 1
+    SPACE = 2
+    ROW = 3
+    TAG = 4
+    POSITION = 5
+    DIGEST = 6
+    DIGEST2 = 7
+    ARMED = 8
+    COUNT = 9
+    """pages"""
+    PAGES = 10
+    TARGETS = 11
+    PAGES_KIND = 12
+    TARGETS_KIND = 13
+    RECORDS = 14
+    """address of a table of records, or of the sums of a restamp"""
+
+
+def shift_of(value: int) -> int:
+    """The shift that divides by ``value``; 0 when it is no power of two."""
+    return value.bit_length() - 1 if value & (value - 1) == 0 else 0
+
+
+def powers_of_two(groups: Sequence[AttentionGroup]) -> bool:
+    """Whether kernels may shift where they would divide."""
+    values = [v for g in groups for v in (g.page_size, g.index_stride or g.page_size, g.page_entry_stride)]
+    return all(v & (v - 1) == 0 for v in values)
+
+
+def state_row(state: DeviceState) -> list[int]:
+    """The row of :class:`StateWord`; the directory of parts is filled in by its owner."""
+    limits = state.limits
+    words = {
+        StateWord.VIOLATIONS: state.violations.data_ptr(),
+        StateWord.ACKED: state.acked.data_ptr(),
+        StateWord.RING_CAPACITY: limits.ring_capacity,
+        StateWord.RING_QUOTA: limits.ring_quota,
+        StateWord.GROUPS: len(state.layout.groups),
+        StateWord.HEADERS: state.headers.data_ptr(),
+        StateWord.SNAPSHOTS: limits.snapshots,
+        StateWord.HEADER_WORDS: state.header_words,
+        StateWord.OUTBOX: state.outbox.data_ptr(),
+        StateWord.SUSPECTS: state.suspects.data_ptr(),
+        StateWord.MAX_TOKENS: limits.max_tokens,
+        StateWord.HEAD_ENTRIES: limits.head_entries,
+        StateWord.SCRATCH_SLOTS: state.scratch_slots.data_ptr(),
+    }
+    return fill_row(words, ROW)
+
+
+def group_row(state: DeviceState, index: int) -> list[int]:
+    """The row of :class:`GroupWord` of one group.
+
+    Raises:
+        ConfigError: the group's indices do not fit 32 bits.
+    """
+    layout = state.layout
+    group, records = layout.groups[index], state.groups[index]
+    stride = group.index_stride or group.page_size
+    if group.num_pages * stride > MAX_INDEX:
+        raise ConfigError(
+            f"group {group.name!r}: indices reach {group.num_pages * stride} ({group.num_pages} pages, stride {stride}), "
+            f"the triton backend takes at most {MAX_INDEX}; use backend='reference' or split the pool"
+        )
+    reserved = (*group.trash_pages, *group.null_pages) or (MAX_INDEX,)
+    arena = group.arena
+    words = {
+        GroupWord.LINKS: records.links.data_ptr(),
+        GroupWord.SEALS: records.seals.data_ptr(),
+        GroupWord.OWNER: records.owner.data_ptr(),
+        GroupWord.NUM_SLOTS: group.num_slots,
+        GroupWord.NUM_PAGES: group.num_pages,
+        GroupWord.PAGE_SIZE: group.page_size,
+        GroupWord.PAGE_SHIFT: shift_of(group.page_size),
+        GroupWord.INDEX_STRIDE: stride,
+        GroupWord.INDEX_SHIFT: shift_of(stride),
+        GroupWord.ENTRY_STRIDE: group.page_entry_stride,
+        GroupWord.ENTRY_SHIFT: shift_of(group.page_entry_stride),
+        GroupWord.PAGE_LIMIT: (MAX_INDEX - stride) // stride,
+        GroupWord.RING: group.ring or 0,
+        GroupWord.WINDOW: group.window or 0,
+        GroupWord.FOLLOWS: int(group.offset_follows_position and group.page_size > 1),
+        GroupWord.PARTS: records.seals.shape[0],
+        GroupWord.RESERVED_LOW: min(reserved),
+        GroupWord.RESERVED_HIGH: max(reserved),
+        GroupWord.NULL_IS_ZERO: int(layout.groups[layout.spaces[index]].null_is_zero),
+        GroupWord.SPACE: layout.spaces[index],
+        GroupWord.ARENA: 0 if arena is None else state.arenas[arena.name].data_ptr(),
+        GroupWord.ARENA_PAGES: 1 if arena is None else arena.pages_per_arena_page,
+        GroupWord.ARENA_GROUPS: 0 if arena is None else _arena_groups(state, arena.name),
+        GroupWord.HAS_TRASH: int(bool(group.trash_pages)),
+    }
+    return fill_row(words, ROW)
+
+
+def _arena_groups(state: DeviceState, name: str) -> int:
+    layout = state.layout
+    groups = enumerate(layout.groups)
+    return sum(1 << i for i, g in groups if layout.spaces[i] == i and g.arena is not None and g.arena.name == name)
+
+
+def fill_row(words: Mapping[int, int], length: int) -> list[int]:
+    """``words`` at their places in a row of zeros."""
+    row = [0] * length
+    for word, value in words.items():
+        row[word] = value
+    return row
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def item_row(item: GroupBatch, batch_rows: int) -> tuple[int, ...]:
+    """The row of :class:`ItemWord` of one group's part of a forward; also the key under which it is remembered."""
+    table, wide = item.table, 0
+    addresses = [0] * 11
+    addresses[ItemWord.HEIGHT] = batch_rows
+    for word, tensor in _item_tensors(item, table):
+        addresses[word] = address_of(tensor, word.name)
+        wide |= (tensor.dtype is torch.int64) << word
+    flags = int(ItemFlag.PRESENT)
+    if table is not None:
+        entries = table.entries
+        flat = table.row_offsets is not None
+        addresses[ItemWord.HEIGHT] = -1 if flat else entries.shape[0]
+        addresses[ItemWord.WIDTH] = entries.shape[-1]
+        addresses[ItemWord.ROW_STRIDE] = 0 if flat else entries.stride(0)
+        flags |= ItemFlag.TABLE
+        flags |= ItemFlag.PAGES if table.unit == "page" else 0
+        flags |= ItemFlag.COVERS_NEW if table.covers_new else 0
+    addresses[ItemWord.TRANSLATION_SIZE] = -1 if item.translation is None else item.translation.shape[0]
+    return (*addresses, wide, flags)
+
+
+def _item_tensors(item: GroupBatch, table: PageTable | None) -> Iterator[tuple[ItemWord, torch.Tensor]]:
+    pairs: list[tuple[ItemWord, torch.Tensor | None]] = [
+        (ItemWord.SLOT_MAPPING, item.slot_mapping),
+        (ItemWord.REQUIRED, item.required_from),
+        (ItemWord.TRANSLATION, item.translation),
+    ]
+    if table is not None:
+        pairs += [
+            (ItemWord.ENTRIES, table.entries),
+            (ItemWord.ROW_INDEX, table.row_index),
+            (ItemWord.ROW_OFFSETS, table.row_offsets),
+            (ItemWord.FIRST, table.first_position),
+        ]
+    return ((word, tensor) for word, tensor in pairs if tensor is not None)
+
+
+def address_of(tensor: torch.Tensor, name: str) -> int:
+    """The address of an index tensor whose last dimension must be contiguous.
+
+    Raises:
+        BatchError: it is not.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise BatchError(
+            f"{name.lower()} has stride {tensor.stride(-1)} in its last dimension; the triton backend reads contiguous "
+            "elements: pass .contiguous(), or a view that keeps the last dimension"
+        )
+    return tensor.data_ptr()
+
+
+BATCH_FIELDS = (
+    "input_ids",
+    "query_start_loc",
+    "context_lens",
+    "request_rows",
+    "positions",
+    "token_salts",
+    "expected_ids",
+    "last_ids",
+    "num_requests",
+)
+"""In the order in which kernels take their addresses."""
+
+
+def batch_addresses(batch: ForwardBatch) -> tuple[list[int], int]:
+    """Addresses of BATCH_FIELDS (0: not given), and a bit set of those that are int64."""
+    addresses, wide = [], 0
+    for i, name in enumerate(BATCH_FIELDS):
+        tensor = getattr(batch, name)
+        if tensor is None:
+            addresses.append(0)
+            continue
+        addresses.append(address_of(tensor, name))
+        wide |= (tensor.dtype is torch.int64) << i
+    return addresses, wide

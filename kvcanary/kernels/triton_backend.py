@@ -1,0 +1,377 @@
+"""The Triton kernels behind :class:`kvcanary.kernels.Kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvcanary.errors import LayoutError
+from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses
+from kvcanary.kernels.triton_bytes import sum_kernel
+from kvcanary.kernels.triton_check import MIN_ENTRIES_PER_ROW, check_kernel
+from kvcanary.kernels.triton_facts import facts_kernel
+from kvcanary.kernels.triton_launch import Kernel
+from kvcanary.kernels.triton_mark import mark_kernel
+from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
+from kvcanary.kernels.triton_requests import FactEncoder
+from kvcanary.kernels.triton_seal import abandon_kernel, commit_kernel
+from kvcanary.kernels.triton_window import window_kernel
+from kvcanary.kernels.triton_workspace import DESCRIBED, INTERPRETED, Tuning, Workspace
+
+if TYPE_CHECKING:
+    from kvcanary.batch import ForwardBatch
+    from kvcanary.kernels import DeviceFact
+    from kvcanary.state import DeviceState
+
+
+class TritonKernels:
+    """Implements :class:`kvcanary.kernels.Kernels`.
+
+    Everything but a state's first operation (see :meth:`prepare`) and :meth:`facts` may be captured in a CUDA graph.
+    Nothing is read on the host. Two forwards of one state must not run at the same time.
+
+    Args:
+        tuning: sizes; None: what suits an H200, or the interpreter on a CPU.
+    """
+
+    name = "triton"
+
+    def __init__(self, tuning: Tuning | None = None) -> None:
+        self._tuning = tuning
+        self._bound: WeakKeyDictionary[DeviceState, _Bound] = WeakKeyDictionary()
+
+    def prepare(self, state: DeviceState) -> None:
+        """Make what belongs to ``state`` and compile its kernels, so that nothing of that happens while serving.
+
+        Raises:
+            ConfigError: a stream is being captured, or the layout has more groups or larger indices than fit.
+        """
+        self._of(state).compile()
+
+    def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
+        """Apply ``facts`` in order."""
+        self._of(state).facts(facts)
+
+    def mark(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+        """Claim the slots of the new tokens; judge the inputs and open the scratch if ``first``."""
+        self._of(state).mark(batch, groups, first=first)
+
+    def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
+        """Check old positions."""
+        self._of(state).check(batch, groups)
+
+    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+        """Seal new tokens, scrub, and with ``last`` end the forward."""
+        self._of(state).seal(part, scrub_bytes, last=last, nonfinite=nonfinite)
+
+    def abandon(self, state: DeviceState) -> None:
+        """End a forward that raised."""
+        self._of(state).abandon()
+
+    def window(self, state: DeviceState, batch: ForwardBatch, full: int, swa: int, *, every: int) -> None:
+        """Count diverging and out-of-window positions in every ``every``-th forward."""
+        self._of(state).window(batch, full, swa, every=every)
+
+    def fingerprint(self, state: DeviceState, group: int, part: str, slots: torch.Tensor) -> torch.Tensor:
+        """Fingerprints of ``slots``.
+
+        Raises:
+            LayoutError: the group has no such part.
+        """
+        space = state.layout.spaces[group]
+        own = state.layout.groups[space]
+        if part not in own.parts:
+            raise LayoutError(f"group {own.name!r} has no part {part!r}, it has {list(own.parts)}")
+        return self._of(state).sums(space, own.parts.index(part), slots.to(torch.int64).contiguous())
+
+    def _of(self, state: DeviceState) -> _Bound:
+        bound = self._bound.get(state)
+        if bound is None:
+            tuning = self._tuning or (Tuning() if state.device.type == "cuda" else INTERPRETED)
+            bound = self._bound[state] = _Bound(state, tuning)
+        return bound
+
+
+class _Bound:
+    """The kernels of one state: launches with all that never changes filled in."""
+
+    def __init__(self, state: DeviceState, tuning: Tuning) -> None:
+        # Keeps tensors and sizes, not the state itself: that would keep it alive for ever.
+        self._layout = state.layout
+        self._limits = state.limits
+        self._keys = (state.keys.mix_in, state.keys.mix_out)
+        self._workspace = workspace = Workspace(state, tuning)
+        self._planner = Planner(state, workspace)
+        self._encoder = FactEncoder(state.layout, state.limits.max_rows, state.device)
+        self._tuning = tuning
+        self._tensors = (state.counters, state.rows, state.history, state.scratch_slots, state.scratch_links)
+        self._counters, self._rows, self._history, self._slots, self._links = (t.data_ptr() for t in self._tensors)
+        self._scratch = (state.scratch_rows, state.scratch_batch)
+        self._scratch_rows, self._scratch_batch = (t.data_ptr() for t in self._scratch)
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        header = 1 << (state.header_words - 1).bit_length()
+        pow2 = {"POW2": workspace.pow2}
+        self._check = Kernel(check_kernel, _warps(tuning.check_tile), TILE=tuning.check_tile, **pow2)
+        self._window = Kernel(window_kernel, _warps(tuning.window_tile), TILE=tuning.window_tile, **pow2)
+        self._facts = Kernel(facts_kernel, _warps(tuning.facts_tile), TILE=tuning.facts_tile)
+        self._abandon = Kernel(abandon_kernel, 4, HEADER=header)
+        self._header = header
+        self._null_pages = any(group.null_pages and not group.null_is_zero for group in self._layout.groups)
+
+    def compile(self) -> None:
+        """Compile what serving needs."""
+        for kernel in (self._check, self._facts, self._abandon, self._workspace.describe):
+            kernel.compile()
+        self._mark(first=True, linked=True).compile()
+        if any(group.ring is not None for group in self._layout.groups):
+            self._mark(first=False, linked=True).compile()
+        for large in (False, True):
+            self._sum(large=large, nonfinite=True).compile()
+        self._commit(last=True, nonfinite=True).compile()
+
+    # --- variants -------------------------------------------------------------------------------------------
+
+    def _mark(self, *, first: bool, linked: bool) -> Kernel:
+        tuning = self._tuning
+        return self._kernel(
+            mark_kernel,
+            _warps(tuning.mark_tile),
+            FIRST=first,
+            UNLINKED=not linked,
+            POW2=self._workspace.pow2,
+            TILE=tuning.mark_tile,
+            SUM=tuning.sum_tile,
+        )
+
+    def _sum(self, *, large: bool, nonfinite: bool) -> Kernel:
+        workspace = self._workspace
+        items, sub, warps = self._tuning.large if large else self._tuning.small
+        return self._kernel(
+            sum_kernel,
+            max(warps, min(8, workspace.block // 256)),
+            ITEMS=items,
+            SUB=sub,
+            BLOCK=workspace.block,
+            NONFINITE=nonfinite,
+            WORDS=workspace.words,
+            BYTES=workspace.bytes,
+            POW2=workspace.pow2,
+        )
+
+    def _commit(self, *, last: bool, nonfinite: bool) -> Kernel:
+        tile = self._tuning.commit_tile
+        return self._kernel(
+            commit_kernel,
+            _warps(tile),
+            LAST=last,
+            NONFINITE=nonfinite,
+            POW2=self._workspace.pow2,
+            TILE=tile,
+            HEADER=self._header,
+        )
+
+    def _kernel(self, function: object, warps: int, **constants: object) -> Kernel:
+        key = (function, warps, *constants.values())
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = Kernel(function, warps, **constants)
+        return kernel
+
+    # --- operations -----------------------------------------------------------------------------------------
+
+    def facts(self, facts: Sequence[DeviceFact]) -> None:
+        workspace = self._workspace
+        count = self._encoder.max_facts
+        for at in range(0, len(facts), count):
+            encoded = self._encoder.encode(facts[at : at + count], self.sums)
+            host, target, generation = workspace.staging.put(encoded.words)
+            self._facts(
+                (1, 1, 1),
+                self._counters,
+                self._rows,
+                self._history,
+                workspace.meta,
+                host,
+                target,
+                len(encoded.words),
+                encoded.count,
+                workspace.staging.progress.data_ptr(),
+                generation,
+                int(at == 0),
+            )
+            encoded.finish()
+
+    def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+        workspace, tuning = self._workspace, self._tuning
+        addresses, wide = batch_addresses(batch)
+        tokens, rows = batch.num_tokens, batch.num_rows
+        workspace.tokens = tokens
+        items = batch.groups
+        tables = [g for g, item in enumerate(items) if item is not None and item.table is not None]
+        given = [g for g, item in enumerate(items) if item is not None]
+        rewinds = [limit for g in given if (limit := self._layout.groups[g].max_rewind) is not None]
+        least = tuning.row_programs
+        programs = min(max(tuning.programs // (rows + 1), least), max(1, -(-tokens // tuning.mark_tile)))
+        self._mark(first=first, linked=batch.linked)(
+            (rows + 1, programs, len(items)),
+            self._counters,
+            self._rows,
+            self._history,
+            workspace.meta,
+            self._slots,
+            self._links,
+            self._scratch_rows,
+            self._scratch_batch,
+            workspace.item_rows(batch),
+            *addresses,
+            wide,
+            tokens,
+            rows,
+            self._limits.max_tokens,
+            self._limits.max_rows,
+            _selected(batch, groups),
+            tables[0] if tables else -1,
+            given[0] if given else 0,
+            min(rewinds, default=-1),
+            *self._keys,
+        )
+
+    def check(self, batch: ForwardBatch, groups: Sequence[int]) -> None:
+        workspace, tuning = self._workspace, self._tuning
+        (_, starts, contexts, request_rows, _, _, _, _, count), wide = batch_addresses(batch)
+        rows, head = batch.num_rows, self._limits.head_entries
+        tiles = -(-max(self._longest(batch), batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
+        # At least as many as keep a program's counts within the bits that they have in the kernel.
+        least = max(tuning.row_programs, head >> 20)
+        programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), least), tiles)
+        self._check(
+            (max(1, rows), programs, len(batch.groups)),
+            self._counters,
+            self._rows,
+            self._history,
+            workspace.meta,
+            self._slots,
+            self._links,
+            self._scratch_rows,
+            workspace.item_rows(batch),
+            starts,
+            contexts,
+            request_rows,
+            count,
+            wide,
+            rows,
+            self._limits.max_tokens,
+            self._limits.max_rows,
+            _selected(batch, groups),
+            max(MIN_ENTRIES_PER_ROW, head // max(1, rows)),
+            *self._keys,
+        )
+
+    def _longest(self, batch: ForwardBatch) -> int:
+        """How many positions the tables of a batch can name for one row, at most."""
+        longest = 0
+        for group, item in zip(self._layout.groups, batch.groups, strict=True):
+            if item is not None and item.table is not None:
+                width = item.table.entries.shape[-1] * (group.page_size if item.table.unit == "page" else 1)
+                longest = max(longest, width)
+        return longest
+
+    def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+        workspace = self._workspace
+        plan = self._planner.plan(part, workspace.tokens, scrub_bytes)
+        flags = nonfinite or (scrub_bytes > 0 and self._null_pages)
+        for launch in plan.launches:
+            self._launch_sums(launch, large=plan.large, nonfinite=flags)
+        self._launch_commits(plan, last=last, flags=flags, nonfinite=nonfinite, scrub=scrub_bytes > 0)
+
+    def _launch_sums(self, launch: Launch, *, large: bool, nonfinite: bool, always: bool = False) -> None:
+        workspace = self._workspace
+        self._sum(large=large, nonfinite=nonfinite)(
+            (launch.programs, 1, 1),
+            self._counters,
+            workspace.meta,
+            launch.regions,
+            workspace.queue_copy.data_ptr(),
+            int(always),
+            *launch.firsts,
+        )
+
+    def _launch_commits(self, plan: Plan, *, last: bool, flags: bool, nonfinite: bool, scrub: bool) -> None:
+        workspace = self._workspace
+        launches = plan.launches or (Launch(0, 0, 0, ()),)
+        tiles = -(-max(plan.tiles, workspace.tokens if last else 1, 1) // self._tuning.commit_tile)
+        for launch in launches:
+            end = launch is launches[-1]
+            self._commit(last=last and end, nonfinite=flags)(
+                (tiles, max(1, launch.count + int(last and end)), 1),
+                self._counters,
+                self._rows,
+                self._history,
+                workspace.meta,
+                self._links,
+                self._scratch_rows,
+                self._scratch_batch,
+                launch.regions,
+                launch.count,
+                workspace.queue_copy.data_ptr(),
+                workspace.tickets.data_ptr(),
+                int(nonfinite),
+                int(end),
+                int(scrub and end),
+                *self._keys,
+            )
+
+    def abandon(self) -> None:
+        self._abandon((1, 1, 1), self._counters, self._workspace.meta)
+
+    def window(self, batch: ForwardBatch, full: int, swa: int, *, every: int) -> None:
+        workspace, tuning = self._workspace, self._tuning
+        (_, starts, contexts, request_rows, _, _, _, _, count), wide = batch_addresses(batch)
+        rows = max(1, batch.num_rows)
+        tiles = -(-max(1, self._longest(batch)) // tuning.window_tile)
+        self._window(
+            (rows, min(max(tuning.programs // rows, tuning.row_programs), tiles), 1),
+            self._counters,
+            workspace.meta,
+            workspace.item_rows(batch),
+            workspace.tickets.data_ptr() + 8,
+            starts,
+            contexts,
+            request_rows,
+            count,
+            wide,
+            batch.num_rows,
+            self._limits.max_rows,
+            full,
+            swa,
+            int(batch.groups[full] is not None and batch.groups[swa] is not None),
+            every,
+        )
+
+    def sums(self, space: int, part: int, slots: torch.Tensor) -> torch.Tensor:
+        """Fingerprints of ``slots`` of one space and part number."""
+        workspace = self._workspace
+        found = torch.zeros(slots.shape[0], dtype=torch.int64, device=workspace.device)
+        if not slots.shape[0]:
+            return found
+        region = list_region(workspace, space, part, slots, found)
+        large = slots.shape[0] >= self._tuning.large_items
+        each, sub, _ = self._tuning.large if large else self._tuning.small
+        region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
+        region[RegionWord.PROGRAMS] = -(-slots.shape[0] // each) * region[RegionWord.SPLITS]
+        address = workspace.regions.find((tuple(region[:DESCRIBED]),), keep=workspace.capturing())
+        launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
+        self._launch_sums(launch, large=large, nonfinite=False, always=True)
+        return found
+
+
+def _warps(tile: int) -> int:
+    return max(1, min(8, tile // 32))
+
+
+def _selected(batch: ForwardBatch, groups: Sequence[int]) -> int:
+    """Bit set of the groups that take part."""
+    return sum(1 << g for g in groups if batch.groups[g] is not None)

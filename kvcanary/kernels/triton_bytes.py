@@ -1,0 +1,253 @@
+"""Bytes, on the device: keyed sums over the bytes of many slots, in one launch.
+
+The slots come in regions: new tokens of the scratch, the scrub's queue, the scrub's walk, or a plain list. A program
+takes one item (or two) and some of the chunks that make up a token, and adds what it finds to the item's sum with one
+atomic. The sums are zero before; who reads them stores zero back.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcanary.kernels.descriptors import (
+    BUNDLE,
+    CHUNK_ROW,
+    PART_ROW,
+    REGION_ROW,
+    ROW,
+    ChunkWord,
+    GroupWord,
+    PartWord,
+    RegionKind,
+    RegionWord,
+    StateWord,
+)
+from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_words import NONE, divide, words_at
+from kvcanary.record import WORD_MULTIPLIERS, WORD_STEP
+from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
+
+_ROW = tl.constexpr(ROW)
+_ARMED = tl.constexpr(int(Word.ARMED))
+_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
+_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
+_SUSPECTS_DONE = tl.constexpr(int(Word.SUSPECTS_DONE))
+_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
+_CURSOR = tl.constexpr(GLOBAL_WORDS + SCRUB_CURSOR)
+_SUSPECT_ROWS = tl.constexpr(SUSPECT_ROWS)
+_QUEUE = tl.constexpr(int(StateWord.SUSPECTS))
+_DIRECTORY = tl.constexpr(int(StateWord.PARTS))
+_MAX_PARTS = tl.constexpr(int(StateWord.MAX_PARTS))
+
+_KIND = tl.constexpr(int(RegionWord.KIND))
+_SPACE = tl.constexpr(int(RegionWord.SPACE))
+_ITEMS = tl.constexpr(int(RegionWord.ITEMS))
+_FIRST_PROGRAM = tl.constexpr(int(RegionWord.FIRST_PROGRAM))
+_PROGRAMS = tl.constexpr(int(RegionWord.PROGRAMS))
+_SPLITS = tl.constexpr(int(RegionWord.SPLITS))
+_CHUNKS = tl.constexpr(int(RegionWord.CHUNKS))
+_BUNDLES = tl.constexpr(int(RegionWord.BUNDLES))
+_SLOTS = tl.constexpr(int(RegionWord.SLOTS))
+_SUMS = tl.constexpr(int(RegionWord.SUMS))
+_FLAGS = tl.constexpr(int(RegionWord.FLAGS))
+_REGION_ROW = tl.constexpr(REGION_ROW)
+_TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
+_SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
+_SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
+
+_PART_ROW = tl.constexpr(PART_ROW)
+_PART_CHUNKS = tl.constexpr(int(PartWord.CHUNKS))
+_PART_BUNDLES = tl.constexpr(int(PartWord.BUNDLES))
+_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
+_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
+_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
+
+_BUNDLE = tl.constexpr(BUNDLE)
+_CHUNK_ROW = tl.constexpr(CHUNK_ROW)
+_BASE = tl.constexpr(int(ChunkWord.BASE))
+_PAGE_STRIDE = tl.constexpr(int(ChunkWord.PAGE_STRIDE))
+_TOKEN_STRIDE = tl.constexpr(int(ChunkWord.TOKEN_STRIDE))
+_NUM_BYTES = tl.constexpr(int(ChunkWord.NUM_BYTES))
+_KEY = tl.constexpr(int(ChunkWord.KEY))
+_EXPONENT = tl.constexpr(int(ChunkWord.EXPONENT))
+_ACCESS = tl.constexpr(int(ChunkWord.ACCESS))
+
+_STEP = tl.constexpr(WORD_STEP)
+_MULTIPLIER_0 = tl.constexpr(WORD_MULTIPLIERS[0])
+_MULTIPLIER_1 = tl.constexpr(WORD_MULTIPLIERS[1])
+
+QUEUE_PER_LAUNCH = 1024
+SPACE_SHIFT = 48
+PART_SHIFT = 56
+_QUEUE_PER_LAUNCH = tl.constexpr(QUEUE_PER_LAUNCH)
+_SLOT_MASK = tl.constexpr((1 << SPACE_SHIFT) - 1)
+_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
+_PART_SHIFT = tl.constexpr(PART_SHIFT)
+
+
+@triton.jit
+def _load_chunk(chunk, page, offset, valid, ACCESS: tl.constexpr, BLOCK: tl.constexpr):
+    """The 32-bit words ``[items, BLOCK]`` of one chunk of each item; what lies beyond the chunk is zero."""
+    word = tl.arange(0, BLOCK)[None, :]
+    num_bytes = tl.load(chunk + _NUM_BYTES).to(tl.int32)
+    base = tl.load(chunk + _BASE) + page * tl.load(chunk + _PAGE_STRIDE) + offset * tl.load(chunk + _TOKEN_STRIDE)
+    if ACCESS == 1:
+        start = base[:, None] + word.to(tl.int64) * 4
+        data = tl.zeros([1, BLOCK], tl.uint32)
+        for k in tl.static_range(4):
+            inside = valid[:, None] & (word * 4 + k < num_bytes)
+            byte = tl.load((start + k).to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+            data = data | (byte.to(tl.uint32) << (8 * k))
+    else:
+        # The hints are what makes 128-bit loads of this; the host has checked what they say.
+        base = tl.multiple_of(base, ACCESS)
+        words = tl.multiple_of(num_bytes // 4, ACCESS // 4)
+        data = tl.load(base.to(tl.pointer_type(tl.uint32))[:, None] + word, mask=valid[:, None] & (word < words), other=0)
+    return data
+
+
+@triton.jit
+def _add_chunk(chunk, data, total, bad, NONFINITE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``key * word`` for every word of a chunk, the keys made of the words' logical places."""
+    word = tl.arange(0, BLOCK)[None, :].to(tl.uint32)
+    key = tl.load(chunk + _KEY).to(tl.uint32) + word * _STEP
+    key = (key ^ (key >> 16)) * _MULTIPLIER_0
+    key = (key ^ (key >> 15)) * _MULTIPLIER_1
+    key = (key ^ (key >> 16)) | 1
+    total += key.to(tl.uint64) * data.to(tl.uint64)
+    if NONFINITE:
+        exponent = tl.load(chunk + _EXPONENT)
+        mask = exponent.to(tl.uint32)
+        top = (exponent >> 32).to(tl.uint32)
+        # A value whose exponent bits are all set has no carry into its top bit.
+        bad = bad | (top & ~((mask & ~data) + ~top))
+    return total, bad
+
+
+@triton.jit
+def _add_bundle(chunk, page, offset, valid, total, bad, ACCESS: tl.constexpr, NONFINITE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Four chunks, all loads before all sums."""
+    second = chunk + _CHUNK_ROW
+    third = second + _CHUNK_ROW
+    fourth = third + _CHUNK_ROW
+    data0 = _load_chunk(chunk, page, offset, valid, ACCESS, BLOCK)
+    data1 = _load_chunk(second, page, offset, valid, ACCESS, BLOCK)
+    data2 = _load_chunk(third, page, offset, valid, ACCESS, BLOCK)
+    data3 = _load_chunk(fourth, page, offset, valid, ACCESS, BLOCK)
+    total, bad = _add_chunk(chunk, data0, total, bad, NONFINITE, BLOCK)
+    total, bad = _add_chunk(second, data1, total, bad, NONFINITE, BLOCK)
+    total, bad = _add_chunk(third, data2, total, bad, NONFINITE, BLOCK)
+    total, bad = _add_chunk(fourth, data3, total, bad, NONFINITE, BLOCK)
+    return total, bad
+
+
+@triton.jit
+def queue_bounds(counters):
+    """First and end number of the queue entries that a launch takes; what overtook the ring is passed over."""
+    end = tl.load(counters + _SUSPECTS)
+    start = tl.maximum(tl.load(counters + _SUSPECTS_DONE), end - _SUSPECT_ROWS)
+    return start, tl.minimum(end, start + _QUEUE_PER_LAUNCH)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def sum_kernel(
+    counters_at: tl.int64, meta_at: tl.int64, regions_at: tl.int64, queue_copy_at: tl.int64, always: tl.int64,
+    first1: tl.int64, first2: tl.int64, first3: tl.int64, first4: tl.int64, first5: tl.int64, first6: tl.int64,
+    first7: tl.int64,
+    ITEMS: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, NONFINITE: tl.constexpr, WORDS: tl.constexpr,
+    BYTES: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """One-dimensional grid; program ``p`` works in the last region whose first program is at most ``p``.
+
+    ``ITEMS``: items a program; ``SUB``: bundles of chunks it adds up; ``WORDS``, ``BYTES``: some chunks must be read by
+    words or by bytes.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    counters = words_at(counters_at)
+    start, stop = queue_bounds(counters)
+    copy = words_at(queue_copy_at)
+    if (program == 0) & (always == 0):
+        # Entries are queued while the next launch judges these sums: it must see the bounds of now.
+        tl.store(copy, start)
+        tl.store(copy + 1, stop)
+    if (tl.load(counters + _ARMED) == 0) & (always == 0):
+        return
+    number = (program >= first1).to(tl.int64) + (program >= first2).to(tl.int64) + (program >= first3).to(tl.int64)
+    number += (program >= first4).to(tl.int64) + (program >= first5).to(tl.int64) + (program >= first6).to(tl.int64)
+    number += (program >= first7).to(tl.int64)
+    region = words_at(regions_at) + number * _REGION_ROW
+    meta = words_at(meta_at)
+    kind = tl.load(region + _KIND)
+    space = tl.load(region + _SPACE)
+    splits = tl.load(region + _SPLITS)
+    programs = tl.load(region + _PROGRAMS)
+    slots = words_at(tl.load(region + _SLOTS))
+    sums = words_at(tl.load(region + _SUMS))
+    flags = words_at(tl.load(region + _FLAGS))
+    chunks = tl.load(region + _CHUNKS)
+    bundles = tl.load(region + _BUNDLES)
+    items = tl.load(region + _ITEMS)
+    items = tl.where(kind == _TOKENS_KIND, tl.load(counters + _SCRATCH_TOKENS), items)
+    items = tl.where(kind == _SUSPECTS_KIND, stop - start, items)
+    cursor = tl.load(counters + _CURSOR + space * _GROUP_WORDS)
+    lane = tl.arange(0, ITEMS).to(tl.int64)
+    # Entries of the queue differ in their sources, so that a program takes them one by one.
+    each = tl.where(kind == _SUSPECTS_KIND, 1, ITEMS).to(tl.int64)
+    units = ((items + each - 1) // each) * splits
+    unit = program - tl.load(region + _FIRST_PROGRAM)
+    while unit < units:
+        tile = unit // splits
+        split = unit - tile * splits
+        item = tile * each + lane
+        valid = (lane < each) & (item < items)
+        here = space
+        if kind == _SCRUB_KIND:
+            slot = cursor + item
+            end = tl.load(meta + (space + 1) * _ROW + _NUM_SLOTS)
+            slot = tl.where(slot >= end, slot - end, slot)
+        elif kind == _SUSPECTS_KIND:
+            place = (start + tile) % _SUSPECT_ROWS
+            entry = tl.load(words_at(tl.load(meta + _QUEUE)) + place)
+            if split == 0:
+                tl.store(copy + 2 + tile, entry)
+            here = (entry >> _SPACE_SHIFT) & 0xFF
+            part = (entry >> _PART_SHIFT) & 0xFF
+            row = words_at(tl.load(meta + _DIRECTORY)) + (here * tl.load(meta + _MAX_PARTS) + part) * _PART_ROW
+            chunks = tl.load(row + _PART_CHUNKS)
+            bundles = tl.load(row + _PART_BUNDLES)
+            slot = lane * 0 + (entry & _SLOT_MASK)
+        else:
+            slot = tl.load(slots + item, mask=valid, other=NONE)
+        group = meta + (here + 1) * _ROW
+        page_size = tl.load(group + _PAGE_SIZE)
+        valid = valid & (slot >= 0) & (slot < tl.load(group + _NUM_SLOTS))
+        slot = tl.where(valid, slot, 0)
+        page = divide(slot, page_size, tl.load(group + _PAGE_SHIFT), POW2)
+        offset = slot - page * page_size
+        total = tl.zeros([ITEMS, BLOCK], tl.uint64)
+        bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
+        bundle = split * SUB
+        last = tl.minimum(bundle + SUB, bundles)
+        chunk = words_at(chunks) + bundle * _BUNDLE * _CHUNK_ROW
+        while bundle < last:
+            access = tl.load(chunk + _ACCESS)
+            if access == 16:
+                total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 16, NONFINITE, BLOCK)
+            if WORDS:
+                if access == 4:
+                    total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 4, NONFINITE, BLOCK)
+            if BYTES:
+                if access == 1:
+                    total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 1, NONFINITE, BLOCK)
+            chunk += _BUNDLE * _CHUNK_ROW
+            bundle += 1
+        found = tl.sum(total.to(tl.int64, bitcast=True), 1)
+        tl.atomic_add(sums + item, found, mask=valid & (found != 0), sem="relaxed")
+        if NONFINITE:
+            flawed = tl.max((bad != 0).to(tl.int32), 1) != 0
+            tl.store(flags + item, lane * 0 + 1, mask=valid & flawed)
+        unit += programs

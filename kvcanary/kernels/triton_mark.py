@@ -1,0 +1,424 @@
+"""Mark, on the device: judge a forward's inputs, claim the slots of its new tokens, fill the scratch.
+
+One program takes every ``programs``-th tile of new tokens of one batch row for one group. The prefix digests of a
+tile are a sum over the row's earlier tokens, which the program adds up anew: that costs less than a second
+launch. Group 0's programs also do what all groups share.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcanary.kernels.descriptors import ROW, ITEM_ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_tables import (
+    index_of_position,
+    is_wide,
+    open_map,
+    open_pool,
+    open_table,
+    page_of,
+    slot_of_index,
+    translate,
+)
+from kvcanary.kernels.triton_words import (
+    NONE,
+    OUTSIDE,
+    code_of,
+    count_unverified,
+    count_verified,
+    flag,
+    index_at,
+    link_of,
+    lowest_fault,
+    mix,
+    position_of,
+    report,
+    row_flag,
+    state_of,
+    tag_of,
+    token_code,
+    words_at,
+)
+from kvcanary.record import OWNER_FREED, OWNER_HELD, OWNER_UNKNOWN, Kind
+from kvcanary.state import (
+    BATCH_WORDS,
+    HISTORY,
+    OWNER_NULL,
+    OWNER_TRASH,
+    ROW_WORDS,
+    SCRATCH_ROWS,
+    BatchWord,
+    Check,
+    DigestSource,
+    Reason,
+    Role,
+    RowWord,
+    Word,
+)
+
+_ROW = tl.constexpr(ROW)
+_ITEM_ROW = tl.constexpr(ITEM_ROW)
+_ARMED = tl.constexpr(int(Word.ARMED))
+_NEW_TOKENS = tl.constexpr(int(Word.NEW_TOKENS))
+_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
+_SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
+_LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.MARK))
+_ROLE = tl.constexpr(int(Role.MARK))
+
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_TAG = tl.constexpr(int(RowWord.TAG))
+_SEED = tl.constexpr(int(RowWord.SEED))
+_LOW = tl.constexpr(int(RowWord.LOW))
+_HIGH = tl.constexpr(int(RowWord.HIGH))
+_HISTORY = tl.constexpr(HISTORY)
+
+_BATCH_WORDS = tl.constexpr(BATCH_WORDS)
+_B_ROW = tl.constexpr(int(BatchWord.ROW))
+_B_FIRST = tl.constexpr(int(BatchWord.FIRST_TOKEN))
+_B_NEW = tl.constexpr(int(BatchWord.NEW))
+_B_CONTEXT = tl.constexpr(int(BatchWord.CONTEXT))
+_B_DIGEST = tl.constexpr(int(BatchWord.DIGEST))
+_B_SOURCE = tl.constexpr(int(BatchWord.SOURCE))
+_FROM_UNKNOWN = tl.constexpr(int(DigestSource.UNKNOWN))
+_FROM_HISTORY = tl.constexpr(int(DigestSource.HISTORY))
+_FROM_SLOTS = tl.constexpr(int(DigestSource.SLOTS))
+_FROM_SEED = tl.constexpr(int(DigestSource.SEED))
+
+_LINKS = tl.constexpr(int(GroupWord.LINKS))
+_SEALS = tl.constexpr(int(GroupWord.SEALS))
+_OWNER = tl.constexpr(int(GroupWord.OWNER))
+_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
+_PARTS = tl.constexpr(int(GroupWord.PARTS))
+_RING = tl.constexpr(int(GroupWord.RING))
+_FOLLOWS = tl.constexpr(int(GroupWord.FOLLOWS))
+_HAS_TRASH = tl.constexpr(int(GroupWord.HAS_TRASH))
+_SLOT_MAPPING = tl.constexpr(int(ItemWord.SLOT_MAPPING))
+_WIDE = tl.constexpr(int(ItemWord.WIDE))
+_FLAGS = tl.constexpr(int(ItemWord.FLAGS))
+_COVERS = tl.constexpr(int(ItemFlag.COVERS_NEW))
+_TABLE = tl.constexpr(int(ItemFlag.TABLE))
+
+_HELD = tl.constexpr(OWNER_HELD)
+_FREED = tl.constexpr(OWNER_FREED)
+_UNKNOWN = tl.constexpr(OWNER_UNKNOWN)
+_TRASH = tl.constexpr(OWNER_TRASH)
+_NULL = tl.constexpr(OWNER_NULL)
+_WRITES = tl.constexpr(int(Check.WRITES))
+_UNKNOWN_OWNER = tl.constexpr(int(Reason.UNKNOWN_OWNER))
+
+_INPUT_POSITION = tl.constexpr(int(Kind.INPUT_POSITION))
+_INPUT_TOKEN = tl.constexpr(int(Kind.INPUT_TOKEN))
+_INPUT_PLACEHOLDER = tl.constexpr(int(Kind.INPUT_PLACEHOLDER))
+_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
+_WRITE_FREED = tl.constexpr(int(Kind.WRITE_FREED))
+_WRITE_FOREIGN = tl.constexpr(int(Kind.WRITE_FOREIGN))
+_TABLE_MISMATCH = tl.constexpr(int(Kind.TABLE_MISMATCH))
+
+# Bits of a lane's faults, lowest reported first.
+_LENGTH = tl.constexpr(1)
+_POSITION = tl.constexpr(2)
+_PLACEHOLDER = tl.constexpr(4)
+_TOKEN = tl.constexpr(8)
+_LAST = tl.constexpr(16)
+_RANGE = tl.constexpr(1)
+_INTO_FREED = tl.constexpr(2)
+_INTO_FOREIGN = tl.constexpr(4)
+_MISMATCH = tl.constexpr(8)
+
+IDS = tl.constexpr(0)
+STARTS = tl.constexpr(1)
+CONTEXTS = tl.constexpr(2)
+ROWS = tl.constexpr(3)
+POSITIONS = tl.constexpr(4)
+SALTS = tl.constexpr(5)
+EXPECTED = tl.constexpr(6)
+LAST = tl.constexpr(7)
+COUNT = tl.constexpr(8)
+
+
+@triton.jit
+def batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows):
+    """One row of a batch: (live, row in the row table, first token, end of its tokens, old positions)."""
+    row = index_at(request_rows, b, is_wide(wide, ROWS), b < batch_rows)
+    first = index_at(starts, b, is_wide(wide, STARTS), b < batch_rows)
+    end = index_at(starts, b + 1, is_wide(wide, STARTS), b < batch_rows)
+    context = index_at(contexts, b, is_wide(wide, CONTEXTS), b < batch_rows)
+    zero = b * 0
+    count = tl.where(num_requests == 0, batch_rows, index_at(num_requests, zero, is_wide(wide, COUNT), num_requests != 0))
+    live = (row >= 0) & (row < max_rows) & (b < count) & (b < batch_rows)
+    return live, tl.where(live, row, 0), first, end, context
+
+
+@triton.jit
+def _token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED: tl.constexpr):
+    """Word 0 of the links of tokens ``t``, their codes, ids and salts."""
+    token = index_at(ids, t, is_wide(wide, IDS), inside)
+    salt = index_at(salts, t, is_wide(wide, SALTS), inside & flag(salts != 0))
+    p = context + (t - first)
+    if UNLINKED:
+        # A draft tree has several tokens at one position.
+        given = index_at(positions, t, is_wide(wide, POSITIONS), inside & flag(positions != 0))
+        p = tl.where(positions != 0, given, p)
+    code = token_code(token, p, salt)
+    return link_of(code, p), code, token, salt
+
+
+@triton.jit
+def _row_digest(rows, history, group, item, usable, b, row, context, mix_in, mix_out, POW2: tl.constexpr):
+    """The digest at a live row's old length, and where it comes from."""
+    words = rows + row * _ROW_WORDS
+    seed = tl.load(words + _SEED)
+    low = tl.load(words + _LOW)
+    high = tl.load(words + _HIGH)
+    held = (high >= 0) & (low <= context) & (context <= high)
+    digest = tl.where(held, tl.load(history + row * _HISTORY + (context & (_HISTORY - 1))), 0)
+    source = tl.where(held, _FROM_HISTORY, _FROM_UNKNOWN)
+    seeded = (context == 0) & (seed != 0)
+    digest = tl.where(seeded, seed, digest)
+    source = tl.where(seeded, _FROM_SEED, source)
+    if (source == _FROM_UNKNOWN) & (context > 0) & (usable != 0):
+        pool = open_pool(group)
+        table = open_table(group, item, b, POW2)
+        last = context - 1
+        index = translate(open_map(item), index_of_position(table, pool, last, last >= 0, POW2), last >= 0)
+        slot = slot_of_index(pool, index, POW2)
+        link = words_at(tl.load(group + _LINKS)) + tl.maximum(slot, 0) * 2
+        word = tl.load(link, mask=slot >= 0, other=0)
+        before = tl.load(link + 1, mask=slot >= 0, other=0)
+        known = (slot >= 0) & (before != 0) & (position_of(word) == last)
+        digest = tl.where(known, before + mix(word, mix_in, mix_out), digest)
+        source = tl.where(known, _FROM_SLOTS, source)
+    return digest, source
+
+
+@triton.jit
+def _judge_inputs(
+    counters, rows, history, meta, row, context, t, inside, alone, token, code, salt, p, batch, wide, mix_in, mix_out,
+    input_group, max_rewind, b, UNLINKED: tl.constexpr,
+):  # fmt: skip
+    """Report what is wrong with the inputs of a tile; lane 0 of a row's first tile (``alone``) speaks for the row."""
+    positions, expected, last_ids = batch
+    words = rows + row * _ROW_WORDS
+    low = tl.load(words + _LOW)
+    high = tl.load(words + _HIGH)
+    faults = tl.where(inside & (token < 0), _PLACEHOLDER, 0)
+    given = p
+    if not UNLINKED:
+        given = index_at(positions, t, is_wide(wide, POSITIONS), inside & flag(positions != 0))
+        faults |= tl.where(inside & flag(positions != 0) & (given != p), _POSITION, 0)
+        skipped = (context > high) | ((max_rewind >= 0) & (high - context > max_rewind))
+        faults |= tl.where(alone & flag((high >= 0) & skipped), _LENGTH, 0)
+    wanted = index_at(expected, t, is_wide(wide, EXPECTED), inside & flag(expected != 0))
+    faults |= tl.where(inside & flag(expected != 0) & (wanted >= 0) & (wanted != token), _TOKEN, 0)
+    last = index_at(last_ids, b, is_wide(wide, LAST), last_ids != 0)
+    held = (high >= 0) & (low <= context) & (context <= high)
+    checked = (last_ids != 0) & (last >= 0) & (context >= 1) & (low <= context - 1) & held
+    last_code = token_code(last, context - 1, last * 0)
+    past = history + row * _HISTORY
+    now = tl.load(past + (context & (_HISTORY - 1)), mask=checked, other=0)
+    before = tl.load(past + ((context - 1) & (_HISTORY - 1)), mask=checked, other=0)
+    lost = checked & (now - before != mix(link_of(last_code, context - 1), mix_in, mix_out))
+    faults |= tl.where(alone & flag(lost), _LAST, 0)
+    while tl.max(faults) > 0:
+        fault = lowest_fault(faults)
+        faults = faults & ~fault
+        position = (fault == _POSITION) | (fault == _LENGTH)
+        kind = tl.where(position, _INPUT_POSITION, tl.where(fault == _PLACEHOLDER, _INPUT_PLACEHOLDER, _INPUT_TOKEN))
+        kind = kind.to(tl.int64)
+        place = tl.where(fault == _LENGTH, high, tl.where(fault == _LAST, context - 1, p))
+        found = tl.where(fault == _LENGTH, context, tl.where(fault == _POSITION, given, NONE))
+        wanted_code = tl.where(fault == _LAST, last_code, tl.where(fault == _TOKEN, token_code(wanted, p, salt), NONE))
+        found_code = tl.where((fault == _PLACEHOLDER) | (fault == _TOKEN), code, NONE)
+        report(
+            counters, rows, meta, fault != 0, kind, _ROLE, input_group, row_flag(rows, row, kind * 0),
+            (kind * 0 + 1) << kind, row, NONE, NONE, place, found, wanted_code, found_code, 0, 0, 0, 0, 0, 0, NONE,
+            fault != _PLACEHOLDER,
+        )  # fmt: skip
+
+
+@triton.jit
+def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first, end, inside, word, digest,
+                scratch_slots, max_tokens, POW2: tl.constexpr):  # fmt: skip
+    """Claim the slots of a tile's tokens and judge whether they may be written."""
+    wide = tl.load(item + _WIDE)
+    flags = tl.load(item + _FLAGS)
+    mapping = tl.load(item + _SLOT_MAPPING)
+    ring = tl.load(group + _RING)
+    pool = open_pool(group)
+    map_ = open_map(item)
+    p = context + (t - first)
+    given = index_at(mapping, t, is_wide(wide, _SLOT_MAPPING), inside & flag(mapping != 0))
+    named = p * 0 + NONE
+    if ((flags & _TABLE) != 0) & ((mapping == 0) | ((flags & _COVERS) != 0)):
+        table = open_table(group, item, b, POW2)
+        named = translate(map_, index_of_position(table, pool, p, inside, POW2), inside)
+    index = tl.where(mapping != 0, translate(map_, given, inside), named)
+    slot = slot_of_index(pool, index, POW2)
+    faults = tl.where(inside & (slot == OUTSIDE), _RANGE, 0)
+    # Of more new tokens than a ring has places only the newest stay: the others are overwritten on purpose.
+    written = inside & (slot >= 0) & (flag(ring == 0) | (t + ring >= end))
+    page = page_of(pool, tl.maximum(slot, 0), POW2)
+    owner = tl.load(words_at(tl.load(group + _OWNER)) + page, mask=written, other=0)
+    state = state_of(owner)
+    written = written & (flag(tl.load(group + _HAS_TRASH) == 0) | (state != _TRASH))
+    link = words_at(tl.load(group + _LINKS)) + tl.maximum(slot, 0) * 2
+    old_word = tl.load(link, mask=written, other=0)
+    old_digest = tl.load(link + 1, mask=written, other=0)
+    harmful = (old_word != word) | (old_digest != digest) | (digest == 0)
+    tag = tl.load(rows + row * _ROW_WORDS + _TAG)
+    foreign = ((state == _HELD) & (tag_of(owner) != tag) & flag(tag != 0)) | (state == _NULL)
+    faults |= tl.where(written & harmful & (state == _FREED), _INTO_FREED, 0)
+    faults |= tl.where(written & harmful & foreign, _INTO_FOREIGN, 0)
+    _, page_size, _, _, _ = pool
+    wrapped = p
+    if ring > 0:
+        wrapped = p % ring
+    shifted = flag(tl.load(group + _FOLLOWS) != 0) & (slot - page * page_size != wrapped % page_size)
+    compared = flag((mapping != 0) & ((flags & _TABLE) != 0) & ((flags & _COVERS) != 0))
+    named_slot = slot_of_index(pool, named, POW2)
+    faults |= tl.where(written & ((compared & (named_slot != slot)) | shifted), _MISMATCH, 0)
+    unknown = tl.sum((written & (state == _UNKNOWN)).to(tl.int32), 0)
+    count_unverified(counters, g, _UNKNOWN_OWNER, unknown.to(tl.int64))
+    count_verified(counters, g, _WRITES, (tl.sum(written.to(tl.int32), 0) - unknown).to(tl.int64))
+    seal = words_at(tl.load(group + _SEALS)) + tl.maximum(slot, 0) * 2
+    writer = tl.load(seal + 1, mask=written & (faults != 0), other=0)
+    while tl.max(faults) > 0:
+        fault = lowest_fault(faults)
+        faults = faults & ~fault
+        into = (fault == _INTO_FREED) | (fault == _INTO_FOREIGN)
+        kind = tl.where(fault == _RANGE, _SLOT_RANGE, tl.where(fault == _MISMATCH, _TABLE_MISMATCH, _WRITE_FOREIGN))
+        kind = tl.where(fault == _INTO_FREED, _WRITE_FREED, kind).to(tl.int64)
+        out = fault == _RANGE
+        mismatch_found = tl.where(compared, named_slot, NONE)
+        unknown_old = (old_word | old_digest) == 0
+        report(
+            counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
+            row, tl.where(out, index, slot), tl.where(out, NONE, page), tl.where(into, position_of(word), p),
+            tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
+            tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
+            tl.where(into, digest, 0),
+            tl.where(into, old_digest, 0), 0, 0, tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault < 0,
+        )  # fmt: skip
+    tl.store(link, word, mask=written)
+    tl.store(link + 1, digest, mask=written)
+    stride = tl.load(group + _NUM_SLOTS) * 2
+    for _ in range(tl.load(group + _PARTS)):
+        tl.store(seal, word * 0, mask=written)
+        tl.store(seal + 1, word * 0, mask=written)
+        seal += stride
+    tl.store(scratch_slots + g * max_tokens + t, slot, mask=written)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def mark_kernel(
+    counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_slots_at: tl.int64,
+    scratch_links_at: tl.int64, scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, items_at: tl.int64,
+    ids: tl.int64, starts: tl.int64, contexts: tl.int64, request_rows: tl.int64, positions: tl.int64, salts: tl.int64,
+    expected: tl.int64, last_ids: tl.int64, num_requests: tl.int64, wide: tl.int64, tokens: tl.int64,
+    batch_rows: tl.int64, max_tokens: tl.int64, max_rows: tl.int64, selected: tl.int64, digest_group: tl.int64,
+    input_group: tl.int64, max_rewind: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
+    FIRST: tl.constexpr, UNLINKED: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Grid ``[batch rows + 1, programs a row, groups]``; the last row's programs clear what no row has."""
+    b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(2).to(tl.int64)
+    counters = words_at(counters_at)
+    if (b == 0) & (part == 0) & (g == 0):
+        tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
+    if tl.load(counters + _ARMED) == 0:
+        return
+    rows = words_at(rows_at)
+    meta = words_at(meta_at)
+    group = meta + (g + 1) * _ROW
+    item = words_at(items_at) + g * _ITEM_ROW
+    chosen = ((selected >> g) & 1) != 0
+    live, row, first, end, context = batch_row(
+        b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
+    )
+    scratch_slots = words_at(scratch_slots_at)
+    scratch_links = words_at(scratch_links_at)
+    scratch_rows = words_at(scratch_rows_at)
+    lane = tl.arange(0, TILE).to(tl.int64)
+    step = tl.num_programs(1).to(tl.int64) * TILE
+    # What no row has counts as padding: the tokens before the first row and after the last.
+    outer = b == batch_rows
+    head = index_at(starts, b * 0, is_wide(wide, STARTS), outer)
+    tail = index_at(starts, batch_rows + b * 0, is_wide(wide, STARTS), outer)
+    first = tl.where(outer, 0, tl.maximum(first, 0))
+    end = tl.where(outer, tokens, tl.minimum(end, tokens))
+    digest, source = context * 0, tl.where(context == 0, _FROM_UNKNOWN, _FROM_UNKNOWN)
+    if FIRST:
+        if live:
+            digest, source = _row_digest(
+                rows, words_at(history_at), meta + (digest_group + 1) * _ROW, words_at(items_at) + digest_group * _ITEM_ROW,
+                digest_group >= 0, b, row, context, mix_in, mix_out, POW2,
+            )  # fmt: skip
+        if (part == 0) & (g == 0) & (b < batch_rows):
+            entry = words_at(scratch_batch_at) + b * _BATCH_WORDS
+            new = end - first
+            if UNLINKED:
+                new = new * 0
+            tl.store(entry + _B_ROW, tl.where(live, row, NONE))
+            tl.store(entry + _B_FIRST, tl.where(live, first, 0))
+            tl.store(entry + _B_NEW, tl.where(live, new, 0))
+            tl.store(entry + _B_CONTEXT, tl.where(live, context, 0))
+            tl.store(entry + _B_DIGEST, digest)
+            tl.store(entry + _B_SOURCE, source.to(tl.int64))
+            count = tl.where(live, tl.maximum(end - first, 0), 0)
+            tl.atomic_add(counters + _NEW_TOKENS, count, mask=count > 0, sem="relaxed")
+            if b == 0:
+                tl.store(counters + _SCRATCH_TOKENS, tokens)
+                tl.store(counters + _SCRATCH_ROWS, batch_rows)
+    known = flag((source != _FROM_UNKNOWN) & live)
+    summed = first
+    total = tl.zeros([TILE], tl.int64)
+    start = first + part * TILE
+    # The first program of a live row runs once even without new tokens: the row's length is judged all the same.
+    stop = tl.maximum(end, tl.where(live & (part == 0) & (g == 0), first + 1, first))
+    while start < stop:
+        t = start + lane
+        inside = t < end
+        inside = inside & (flag(b < batch_rows) | (t < head) | (t >= tail))
+        p = context + (t - first)
+        word = t * 0
+        before = t * 0
+        if FIRST:
+            if live:
+                word, code, token, salt = _token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED)
+                if not UNLINKED:
+                    while summed < start:
+                        s = summed + tl.arange(0, SUM).to(tl.int64)
+                        part_word, _, _, _ = _token_words(
+                            ids, salts, positions, wide, context, first, s, s < start, UNLINKED
+                        )
+                        digest += tl.sum(tl.where(s < start, mix(part_word, mix_in, mix_out), 0), 0)
+                        summed += SUM
+                    mixes = tl.where(inside, mix(word, mix_in, mix_out), 0)
+                    before = tl.where(known & inside, digest + tl.cumsum(mixes, 0) - mixes, 0)
+                    summed = start
+                word = tl.where(inside, word, 0)
+                if g == 0:
+                    _judge_inputs(
+                        counters, rows, words_at(history_at), meta, row, context, t, inside,
+                        flag(part == 0) & (t == first), token, code, salt, p, (positions, expected, last_ids), wide, mix_in,
+                        mix_out, input_group, max_rewind, b, UNLINKED,
+                    )  # fmt: skip
+            tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside)
+            if g == 0:
+                tl.store(scratch_links + t * 2, word, mask=inside)
+                tl.store(scratch_links + t * 2 + 1, before, mask=inside)
+                tl.store(scratch_rows + t, t * 0 + tl.where(live, row, NONE), mask=inside)
+        else:
+            word = tl.load(scratch_links + t * 2, mask=inside, other=0)
+            before = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
+        if chosen & live:
+            _mark_slots(
+                counters, rows, meta, g, group, item, row, b, context, t, first, end, inside, word, before,
+                scratch_slots, max_tokens, POW2,
+            )  # fmt: skip
+        start += step

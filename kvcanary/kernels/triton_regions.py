@@ -1,0 +1,171 @@
+"""Which slots a seal reads: regions for the byte kernel, planned on the host from what it knows about sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvcanary.kernels.descriptors import REGION_ROW, MAX_REGIONS, RegionKind, RegionWord, fill_row
+from kvcanary.kernels.triton_bytes import QUEUE_PER_LAUNCH
+from kvcanary.kernels.triton_workspace import DESCRIBED, Workspace
+from kvcanary.state import DeviceState
+
+NO_PROGRAM = (1 << 62) - 1
+"""First program of a region that is not there."""
+
+
+class Launch(NamedTuple):
+    """One launch of the byte kernel, and of the commit kernel after it: some regions of a plan.
+
+    ``firsts``: first program of each region but the first.
+    """
+
+    regions: int
+    count: int
+    programs: int
+    firsts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All regions of one seal.
+
+    Attributes:
+        launches: most layouts need one.
+        large: which configuration of the byte kernel suits.
+        tiles: items of the largest region, for the commit kernel's grid.
+        null_pages: the scrub may pass pages that must stay finite.
+    """
+
+    launches: tuple[Launch, ...]
+    large: bool
+    tiles: int
+
+
+def round_up(tokens: int) -> int:
+    """A size that stands for ``tokens`` and somewhat more, so that few plans are ever made."""
+    if tokens <= 256:
+        return 1 << max(0, tokens - 1).bit_length() if tokens else 0
+    step = 256 if tokens <= 4096 else 2048
+    return -(-tokens // step) * step
+
+
+class Planner:
+    """Plans of one state, by what they are for."""
+
+    def __init__(self, state: DeviceState, workspace: Workspace) -> None:
+        self._state = state
+        self._workspace = workspace
+        self._plans: dict[tuple[str, int, int], tuple[Plan, tuple[tuple[int, ...], ...]]] = {}
+
+    def plan(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
+        """The regions of a seal of ``part`` with up to ``tokens`` tokens and a scrub."""
+        key = (part, round_up(tokens), scrub_bytes)
+        known = self._plans.get(key)
+        if known is None:
+            known = self._plans[key] = self._make(*key)
+        plan, rows = known
+        workspace = self._workspace
+        address = workspace.regions.find(rows, keep=workspace.capturing())
+        launches = tuple(
+            launch._replace(regions=address + i * MAX_REGIONS * REGION_ROW * 8) for i, launch in enumerate(plan.launches)
+        )
+        return Plan(launches, plan.large, plan.tiles)
+
+    def _make(self, part: str, tokens: int, scrub_bytes: int) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
+        regions = self._token_regions(part, tokens)
+        if scrub_bytes > 0:
+            regions += [self._suspects(), *self._scrub_regions(scrub_bytes)]
+        large = sum(region[RegionWord.ITEMS] for region in regions) >= self._workspace.tuning.large_items
+        each, sub, _ = self._workspace.tuning.large if large else self._workspace.tuning.small
+        rows: list[tuple[int, ...]] = []
+        launches: list[Launch] = []
+        for at in range(0, len(regions), MAX_REGIONS):
+            taken = regions[at : at + MAX_REGIONS]
+            program, firsts = 0, []
+            for region in taken:
+                splits = -(-region[RegionWord.BUNDLES] // sub)
+                programs = -(-region[RegionWord.ITEMS] // each) * splits
+                if region[RegionWord.KIND] == RegionKind.SUSPECTS:
+                    programs = self._workspace.tuning.suspect_programs
+                region[RegionWord.SPLITS] = splits
+                region[RegionWord.PROGRAMS] = max(1, programs)
+                region[RegionWord.FIRST_PROGRAM] = program
+                firsts.append(program)
+                program += region[RegionWord.PROGRAMS]
+                rows.append(tuple(region[:DESCRIBED]))
+            firsts += [NO_PROGRAM] * (MAX_REGIONS - len(firsts))
+            launches.append(Launch(0, len(taken), program, tuple(firsts[1:])))
+        tiles = max((region[RegionWord.ITEMS] for region in regions), default=1)
+        return Plan(tuple(launches), large, tiles), tuple(rows)
+
+    def _token_regions(self, part: str, tokens: int) -> list[list[int]]:
+        layout, workspace = self._state.layout, self._workspace
+        regions: list[list[int]] = []
+        for g, space in enumerate(layout.spaces):
+            parts = layout.groups[space].parts
+            if part not in parts:
+                continue
+            number = parts.index(part)
+            words = {
+                RegionWord.KIND: RegionKind.TOKENS,
+                RegionWord.GROUP: g,
+                RegionWord.ITEMS: tokens,
+                RegionWord.SLOTS: self._state.scratch_slots[g].data_ptr(),
+            }
+            regions.append(self._region(words, space, number, workspace.token_sums[:, g]))
+        return regions
+
+    def _suspects(self) -> list[int]:
+        workspace = self._workspace
+        words = {
+            RegionWord.KIND: RegionKind.SUSPECTS,
+            RegionWord.ITEMS: QUEUE_PER_LAUNCH,
+            RegionWord.BUNDLES: max(bundles for _, bundles in workspace.bundles.values()),
+            RegionWord.SUMS: workspace.queue_sums[0].data_ptr(),
+            RegionWord.FLAGS: workspace.queue_sums[1].data_ptr(),
+        }
+        return fill_row(words, REGION_ROW)
+
+    def _scrub_regions(self, scrub_bytes: int) -> list[list[int]]:
+        layout, workspace = self._state.layout, self._workspace
+        sizes = {g: layout.groups[g].num_slots * layout.groups[g].token_bytes for g in workspace.spaces}
+        regions: list[list[int]] = []
+        for g in workspace.spaces:
+            group = layout.groups[g]
+            share = scrub_bytes * sizes[g] // sum(sizes.values())
+            count = min(max(share // group.token_bytes, 1), group.num_slots)
+            for number in range(len(group.parts)):
+                words = {RegionWord.KIND: RegionKind.SCRUB, RegionWord.GROUP: g, RegionWord.ITEMS: count}
+                regions.append(self._region(words, g, number, workspace.scrub_sums_of(g, number, count)))
+        return regions
+
+    def _region(self, words: dict[RegionWord, int], space: int, part: int, sums: torch.Tensor) -> list[int]:
+        chunks, bundles = self._workspace.bundles[space, part]
+        words |= {
+            RegionWord.SPACE: space,
+            RegionWord.PART: part,
+            RegionWord.CHUNKS: chunks,
+            RegionWord.BUNDLES: bundles,
+            RegionWord.SUMS: sums[0].data_ptr(),
+            RegionWord.FLAGS: sums[1].data_ptr(),
+        }
+        return fill_row(words, REGION_ROW)
+
+
+def list_region(workspace: Workspace, space: int, part: int, slots: torch.Tensor, sums: torch.Tensor) -> list[int]:
+    """A region of explicit ``slots``; ``sums`` must be zero."""
+    chunks, bundles = workspace.bundles[space, part]
+    words = {
+        RegionWord.KIND: RegionKind.LIST,
+        RegionWord.SPACE: space,
+        RegionWord.PART: part,
+        RegionWord.ITEMS: slots.shape[0],
+        RegionWord.CHUNKS: chunks,
+        RegionWord.BUNDLES: bundles,
+        RegionWord.SLOTS: slots.data_ptr(),
+        RegionWord.SUMS: sums.data_ptr(),
+    }
+    return fill_row(words, REGION_ROW)

@@ -1,0 +1,164 @@
+"""Facts as words: what the facts kernel reads, checked on the host as far as the host can see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvcanary.errors import BatchError
+from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.kernels.descriptors import FACT_ROW, FactWord, fill_row
+from kvcanary.kernels.triton_facts import HOST_LIST
+from kvcanary.layout import AttentionGroup, PoolLayout
+
+Sums = Callable[[int, int, torch.Tensor], torch.Tensor]
+"""Fingerprints of slots of a (space, part number)."""
+
+_ROW_OPS = (FactOp.ADMIT, FactOp.ANCHOR)
+_RECORD_OPS = (FactOp.EXPORT, FactOp.IMPORT)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Words of ``count`` facts and their lists.
+
+    ``alive`` holds the tensors that the kernel reads by address; on one stream the allocator hands their memory to
+    nobody who writes before the kernel has read. ``copies``: exported records that go on to where they were wanted.
+    """
+
+    count: int = 0
+    words: list[int] = field(default_factory=list)
+    alive: list[torch.Tensor] = field(default_factory=list)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """After the launch."""
+        for target, source in self.copies:
+            target.copy_(source, non_blocking=target.is_pinned())
+
+
+class FactEncoder:
+    """Encodes the facts of one state."""
+
+    max_facts = 1024
+    """facts of one launch"""
+
+    def __init__(self, layout: PoolLayout, max_rows: int, device: torch.device) -> None:
+        self._layout = layout
+        self._max_rows = max_rows
+        self._device = device
+
+    def encode(self, facts: Sequence[DeviceFact], sums: Sums) -> Encoded:
+        """Words for ``facts``.
+
+        Raises:
+            BatchError: a fact names a row, page or record tensor that does not exist or does not fit.
+        """
+        encoded = Encoded(count=len(facts), words=[0] * (len(facts) * FACT_ROW))
+        for i, fact in enumerate(facts):
+            row = self._encode(fact, encoded, sums)
+            encoded.words[i * FACT_ROW : (i + 1) * FACT_ROW] = row
+        return encoded
+
+    def _encode(self, fact: DeviceFact, encoded: Encoded, sums: Sums) -> list[int]:
+        space = self._layout.spaces[fact.group]
+        group = self._layout.groups[space]
+        words = {
+            FactWord.OP: fact.op,
+            FactWord.GROUP: fact.group,
+            FactWord.SPACE: space,
+            FactWord.ROW: fact.row,
+            FactWord.TAG: fact.tag,
+            FactWord.POSITION: fact.position,
+            FactWord.DIGEST: fact.digest,
+            FactWord.DIGEST2: fact.digest2,
+            FactWord.ARMED: int(fact.armed),
+        }
+        if fact.op in _ROW_OPS or (fact.op is FactOp.FINISH and fact.row >= 0):
+            self._check_row(fact, group)
+        elif fact.op is not FactOp.FINISH:
+            count = self._add_list(fact, group, fact.pages, words, (FactWord.PAGES, FactWord.PAGES_KIND), encoded)
+            words[FactWord.COUNT] = count
+            words[FactWord.RECORDS] = self._records(fact, group, space, count, words, encoded, sums)
+        return fill_row(words, FACT_ROW)
+
+    def _check_row(self, fact: DeviceFact, group: AttentionGroup) -> None:
+        if not 0 <= fact.row < self._max_rows:
+            raise BatchError(f"{_name(fact, group)}: row {fact.row} is none of the {self._max_rows} rows")
+
+    def _add_list(
+        self,
+        fact: DeviceFact,
+        group: AttentionGroup,
+        pages: Sequence[int] | torch.Tensor,
+        words: dict[FactWord, int],
+        at: tuple[FactWord, FactWord],
+        encoded: Encoded,
+    ) -> int:
+        if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
+            # What lies on the device cannot be looked at from here; the kernel passes over what is no page.
+            tensor = pages.flatten().to(torch.int64)
+            encoded.alive.append(tensor)
+            words[at[0]], words[at[1]] = tensor.data_ptr(), 1
+            return tensor.shape[0]
+        numbers: Sequence[int] = pages.flatten().tolist() if isinstance(pages, torch.Tensor) else pages
+        if len(numbers) and not 0 <= min(numbers) <= max(numbers) < group.num_pages:
+            raise BatchError(
+                f"{_name(fact, group)}: pages {min(numbers)}..{max(numbers)} reach out of 0..{group.num_pages - 1}"
+            )
+        words[at[0]], words[at[1]] = len(encoded.words), HOST_LIST
+        encoded.words += numbers
+        return len(numbers)
+
+    def _records(
+        self,
+        fact: DeviceFact,
+        group: AttentionGroup,
+        space: int,
+        pages: int,
+        words: dict[FactWord, int],
+        encoded: Encoded,
+        sums: Sums,
+    ) -> int:
+        """The address of the table that a fact reads or writes; 0: it needs none."""
+        shape = (pages * group.page_size, 2 + 2 * len(group.parts))
+        if fact.op is FactOp.COPY:
+            targets = self._add_list(
+                fact, group, fact.targets, words, (FactWord.TARGETS, FactWord.TARGETS_KIND), encoded
+            )
+            if targets != pages:
+                raise BatchError(f"{_name(fact, group)}: {pages} pages go to {targets} targets; name one each")
+            table = torch.empty(shape, dtype=torch.int64, device=self._device)
+        elif fact.op in _RECORD_OPS:
+            table = self._record_tensor(fact, group, shape, encoded)
+        elif fact.op is FactOp.RESTAMP and pages:
+            numbers = torch.as_tensor(fact.pages, dtype=torch.int64, device=self._device).flatten()
+            offsets = torch.arange(group.page_size, device=self._device)
+            slots = (numbers.unsqueeze(1) * group.page_size + offsets).flatten()
+            table = torch.stack([sums(space, part, slots) for part in range(len(group.parts))])
+            encoded.alive.append(slots)
+        else:
+            return 0
+        encoded.alive.append(table)
+        return table.data_ptr()
+
+    def _record_tensor(
+        self, fact: DeviceFact, group: AttentionGroup, shape: tuple[int, int], encoded: Encoded
+    ) -> torch.Tensor:
+        records = fact.records
+        if records is None or tuple(records.shape) != shape or records.dtype != torch.int64:
+            found = "none" if records is None else f"{records.dtype} {tuple(records.shape)}"
+            raise BatchError(f"{_name(fact, group)}: records must be int64 {shape}, got {found}")
+        if records.device == self._device and records.is_contiguous():
+            return records
+        if fact.op is FactOp.IMPORT:
+            return records.to(self._device, non_blocking=True).contiguous()
+        table = torch.empty(shape, dtype=torch.int64, device=self._device)
+        encoded.copies.append((records, table))
+        return table
+
+
+def _name(fact: DeviceFact, group: AttentionGroup) -> str:
+    return f"fact {fact.op.name} for group {group.name!r}"

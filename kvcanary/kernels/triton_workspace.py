@@ -1,0 +1,278 @@
+"""What the Triton kernels keep beside a state: tables that describe it, sums, and the facts' way to the device."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcanary.batch import ForwardBatch
+from kvcanary.errors import ConfigError
+from kvcanary.kernels.descriptors import (
+    BUNDLE,
+    CHUNK_ROW,
+    ITEM_ROW,
+    MAX_GROUPS,
+    PART_ROW,
+    PartWord,
+    StateWord,
+    group_row,
+    item_row,
+    powers_of_two,
+    state_row,
+)
+from kvcanary.kernels.triton_launch import RUNTIME, Kernel
+from kvcanary.kernels.triton_sources import block_words, chunk_rows
+from kvcanary.kernels.triton_words import words_at
+from kvcanary.state import DeviceState
+
+ROWS_AT_ONCE = 256
+"""Descriptor rows allocated together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Sizes that cost or save time and change no result.
+
+    Attributes:
+        mark_tile, check_tile, commit_tile, window_tile, facts_tile: lanes of one program; sum_tile: tokens added up at
+            a time for a prefix digest.
+        programs: how many programs a mark or check aims at, and the least a long row gets of them (``row_programs``).
+        small, large: (items a program, bundles a program, warps) of the byte kernel; large from ``large_items`` items
+            on.
+        suspect_programs: programs that wait for the scrub's queue, mostly in vain.
+    """
+
+    mark_tile: int = 256
+    sum_tile: int = 1024
+    check_tile: int = 256
+    commit_tile: int = 256
+    window_tile: int = 256
+    facts_tile: int = 512
+    programs: int = 1056
+    row_programs: int = 8
+    small: tuple[int, int, int] = (1, 1, 1)
+    large: tuple[int, int, int] = (2, 6, 4)
+    large_items: int = 1536
+    suspect_programs: int = 528
+
+
+INTERPRETED = Tuning(programs=2, row_programs=1, small=(16, 16, 1), large=(16, 16, 1), suspect_programs=1)
+"""For Triton's interpreter, which runs one program after the other and takes its time over each."""
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _describe_kernel(  # type: ignore[no-untyped-def]
+    row: tl.int64, w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64,
+    w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64,
+):  # fmt: skip
+    """Write one descriptor row. The words travel as arguments, so a captured graph keeps them."""
+    out = words_at(row)
+    tl.store(out, w0)
+    tl.store(out + 1, w1)
+    tl.store(out + 2, w2)
+    tl.store(out + 3, w3)
+    tl.store(out + 4, w4)
+    tl.store(out + 5, w5)
+    tl.store(out + 6, w6)
+    tl.store(out + 7, w7)
+    tl.store(out + 8, w8)
+    tl.store(out + 9, w9)
+    tl.store(out + 10, w10)
+    tl.store(out + 11, w11)
+    tl.store(out + 12, w12)
+
+
+DESCRIBED = 13
+"""Words that a described row can have."""
+
+
+class RowSets:
+    """Descriptor rows on the device, remembered by what they say.
+
+    Sets that were used while a stream was captured stay for ever, since the graph reads them at every replay; of the
+    others the oldest is written anew when all are taken.
+    """
+
+    def __init__(self, rows: int, device: torch.device, describe: Kernel) -> None:
+        self._rows = max(1, rows)
+        self._device = device
+        self._describe = describe
+        self._known: dict[tuple[object, ...], int] = {}
+        self._kept: set[tuple[object, ...]] = set()
+        self._chunks: list[torch.Tensor] = []
+        self._free: list[int] = []
+
+    def find(self, rows: tuple[tuple[int, ...], ...], *, keep: bool) -> int:
+        """The address of a set of rows, each of at most DESCRIBED words."""
+        address = self._known.get(rows)
+        if address is None:
+            address = self._take()
+            for i, words in enumerate(rows):
+                if words:
+                    self._describe((1, 1, 1), address + i * ITEM_ROW * 8, *words, *[0] * (DESCRIBED - len(words)))
+            self._known[rows] = address
+        if keep:
+            self._kept.add(rows)
+        return address
+
+    def _take(self) -> int:
+        if not self._free and len(self._known) - len(self._kept) >= ROWS_AT_ONCE // 2:
+            oldest = next(rows for rows in self._known if rows not in self._kept)
+            return self._known.pop(oldest)
+        if not self._free:
+            words = self._rows * ITEM_ROW
+            chunk = torch.zeros(ROWS_AT_ONCE, words, dtype=torch.int64, device=self._device)
+            self._chunks.append(chunk)
+            self._free = [chunk.data_ptr() + i * words * 8 for i in reversed(range(ROWS_AT_ONCE))]
+        return self._free.pop()
+
+
+class Staging:
+    """Words on their way to the device, in page-locked memory that the kernel reads by itself.
+
+    The kernel stores the launch's generation when it has read them; until then their place is not used again. When
+    the ring is full, a larger one takes over, so the engine's thread never waits.
+    """
+
+    def __init__(self, device: torch.device, words: int = 1 << 15) -> None:
+        self._pin = device.type == "cuda"
+        self._device = device
+        self.progress = torch.zeros(1, dtype=torch.int64, pin_memory=self._pin)
+        self._generation = 0
+        self._old: list[torch.Tensor] = []
+        self._make(words)
+
+    def _make(self, words: int) -> None:
+        self._words = words
+        self._ring = torch.zeros(words, dtype=torch.int64, pin_memory=self._pin)
+        self.target = torch.zeros(words, dtype=torch.int64, device=self._device)
+        self._pending: deque[tuple[int, int]] = deque()
+        self._next = 0
+
+    def put(self, words: Sequence[int]) -> tuple[int, int, int]:
+        """Copy ``words`` to the ring; (address there, address of the device's copy, generation)."""
+        count = len(words)
+        start = self._room(count)
+        source = array("q", words)
+        address = self._ring.data_ptr() + start * 8
+        ctypes.memmove(address, source.buffer_info()[0], count * 8)
+        self._generation += 1
+        self._pending.append((self._generation, start))
+        self._next = start + count
+        return address, self.target.data_ptr(), self._generation
+
+    def _room(self, count: int) -> int:
+        done = int(self.progress[0])
+        while self._pending and self._pending[0][0] <= done:
+            self._pending.popleft()
+        first = self._pending[0][1] if self._pending else None
+        if first is None and count <= self._words:
+            return 0
+        if first is not None:
+            if self._next > first and self._next + count <= self._words:
+                return self._next
+            start = self._next if self._next <= first else 0
+            if start + count < first:
+                return start
+        self._old += [self._ring, self.target]
+        self._make(2 * max(self._words, count))
+        return 0
+
+
+class Workspace:
+    """Everything of one state. Made once, outside of graph capture.
+
+    Attributes:
+        meta: address of the row of :class:`~kvcanary.kernels.descriptors.StateWord`; the groups' rows follow.
+        arguments: addresses of state tensors, by name.
+        pow2: kernels may shift where they would divide.
+        block: words of a chunk of bytes.
+        bundles: per (space, part number) the address of its chunks and their number of bundles.
+    """
+
+    def __init__(self, state: DeviceState, tuning: Tuning) -> None:
+        layout, device = state.layout, state.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "the triton kernels meet this state for the first time while a CUDA graph is captured; run one forward, "
+                "or TritonKernels.prepare(state), before the capture"
+            )
+        if len(layout.groups) > MAX_GROUPS:
+            raise ConfigError(
+                f"the layout has {len(layout.groups)} groups, the triton backend takes {MAX_GROUPS}; use backend='reference'"
+            )
+        self.device = device
+        self.tuning = tuning
+        self.pow2 = powers_of_two(layout.groups)
+        self.spaces = sorted(set(layout.spaces))
+        sources = [source for group in layout.groups for source in group.sources]
+        self.block = block_words(sources)
+        self.words, self.bytes = False, False
+        self.bundles: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._describe_sources(state)
+        rows = [state_row(state), *(group_row(state, g) for g in range(len(layout.groups)))]
+        self.max_parts = max(len(layout.groups[g].parts) for g in self.spaces)
+        rows[0][StateWord.PARTS] = self._upload(self._directory(len(layout.groups)))
+        rows[0][StateWord.MAX_PARTS] = self.max_parts
+        self.meta = self._upload(rows)
+        describe = Kernel(_describe_kernel, 1)
+        self.items = RowSets(len(layout.groups), device, describe)
+        self.regions = RowSets(len(layout.groups) + 1 + len(self.bundles), device, describe)
+        self.describe = describe
+        self.staging = Staging(device)
+        self.tokens = 0
+        """new tokens of the latest forward, as far as the host knows; sizes grids, never results"""
+        self.token_sums = torch.zeros(2, len(layout.groups), state.limits.max_tokens, dtype=torch.int64, device=device)
+        self.queue_sums = torch.zeros(2, 1024, dtype=torch.int64, device=device)
+        self.queue_copy = torch.zeros(1026, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(8, dtype=torch.int64, device=device)
+        self.scrub_sums: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _describe_sources(self, state: DeviceState) -> None:
+        layout = state.layout
+        for g in self.spaces:
+            group = layout.groups[g]
+            for number, part in enumerate(group.parts):
+                chunks = chunk_rows(group.part_sources(part), state.keys, self.block)
+                self.words |= any(row[6] == 4 for row in chunks)
+                self.bytes |= any(row[6] == 1 for row in chunks)
+                self.bundles[g, number] = self._upload(chunks), len(chunks) // BUNDLE
+
+    def _directory(self, groups: int) -> list[list[int]]:
+        rows = [[0] * PART_ROW for _ in range(groups * self.max_parts)]
+        for (space, part), (address, bundles) in self.bundles.items():
+            row = rows[space * self.max_parts + part]
+            row[PartWord.CHUNKS], row[PartWord.BUNDLES] = address, bundles
+        return rows
+
+    def _upload(self, rows: list[list[int]]) -> int:
+        tensor = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def item_rows(self, batch: ForwardBatch) -> int:
+        """Address of the rows that describe the groups' parts of a batch."""
+        rows = tuple(() if item is None else item_row(item, batch.num_rows) for item in batch.groups)
+        return self.items.find(rows, keep=self.capturing())
+
+    def scrub_sums_of(self, space: int, part: int, count: int) -> torch.Tensor:
+        """Sums and flags ``[2, n]`` for the scrub of ``count`` slots; larger ones replace smaller ones."""
+        sums = self.scrub_sums.get((space, part))
+        if sums is None or sums.shape[1] < count:
+            # Graphs may still use the smaller ones.
+            sums = torch.zeros(2, count, dtype=torch.int64, device=self.device)
+            self.scrub_sums[space, part] = sums
+            self._tensors.append(sums)
+        return sums

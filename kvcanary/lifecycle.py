@@ -1,0 +1,293 @@
+"""Lifecycle calls of an engine: each is one append here and one small fact on the device at the next step.
+
+All calls come from the engine's thread. ``as_of`` is always the next forward: a fact holds from there on, and
+is applied in order on the forward's own stream, so it never overtakes a forward that is still running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcanary.digests import digest_tokens
+from kvcanary.errors import BatchError, LayoutError
+from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.record import hex64, identity_seed
+from kvcanary.reporting import Reporting
+from kvcanary.requests import Request
+
+Pages = Sequence[int] | torch.Tensor
+
+INLINE_BASE = 4096
+"""Known tokens up to which a base digest is computed at once; longer ones are left to the drain's thread."""
+REUSE_SLOTS = 512
+"""Slots of one prefix hit that go to the front of the scrub with ``verify_on_reuse="budgeted"``."""
+
+
+class Records:
+    """Records of pages that left the pool (offload, transfer). Filled by the next step's facts.
+
+    Attributes:
+        group: name of the attention group.
+        pages: how many.
+        words: int64 ``[pages * page_size, 2 + 2 * parts]`` on the cache's device.
+        layout: the layout fingerprint they belong to.
+    """
+
+    __slots__ = ("group", "layout", "pages", "words")
+
+    def __init__(self, group: str, pages: int, words: torch.Tensor, layout: str) -> None:
+        self.group, self.pages, self.words, self.layout = group, pages, words, layout
+
+
+class Lifecycle(Reporting):
+    """The lifecycle half of :class:`kvcanary.canary.Canary`."""
+
+    def admit(self, request: str, *, tokens: Sequence[int] = (), start: int = 0, identity: bytes | None = None) -> int:
+        """Give a request a row; returns it.
+
+        A request that is live already starts anew in the same row (resume, restart).
+
+        Args:
+            request: the engine's request id.
+            tokens: all ids that are known; at least ``start`` of them make the base digest.
+            start: tokens whose KV exists already (prefix hit, resume, load).
+            identity: what the engine separates cached prefixes by (adapter, cache salt), as bytes.
+
+        Raises:
+            BatchError: no row is free, or ``start`` is negative.
+        """
+        if start < 0:
+            raise BatchError(f"request {request!r}: start must not be negative, got {start}")
+        seed = identity_seed(self.state.keys, identity)
+        entry = self.registry.admit(request, seed)
+        digest, armed = self._base(entry, tokens, start)
+        self._pending.append(
+            DeviceFact(
+                FactOp.ADMIT, row=entry.row, tag=entry.tag, position=start, digest=digest, digest2=seed, armed=armed
+            )
+        )
+        self.facts.admitted(request, entry.row, entry.tag, start, hex64(digest) if armed else "")
+        return entry.row
+
+    def rewind(self, request: str, length: int, *, tokens: Sequence[int] = ()) -> None:
+        """The request goes on from ``length``: a rejected draft, a replayed token, a failed load.
+
+        Args:
+            request: a live request.
+            length: tokens that count from now on.
+            tokens: known ids, at least ``length`` of them, to vouch for the digest there; without them the
+                row's own history is used if it reaches back so far.
+        """
+        entry = self.registry.require(request)
+        if length < 0:
+            raise BatchError(f"request {request!r}: length must not be negative, got {length}")
+        digest, armed = self._base(entry, tokens, length)
+        if armed:
+            self._pending.append(
+                DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest, armed=True)
+            )
+        self.facts.rewound(request, entry.tag, length)
+
+    def preempt(self, request: str) -> None:
+        """The request lost its pages; it will be admitted again."""
+        entry = self.registry.require(request)
+        self.facts.preempted(request, entry.tag)
+
+    def finish(self, request: str, *, tokens: Sequence[int] | None = None, length: int | None = None) -> None:
+        """The request ended; its row is free from the next step on.
+
+        Args:
+            request: a request; one that is not live is ignored, since engines finish aborted ones twice.
+            tokens: prompt plus output, for the finish audit.
+            length: tokens that the cache should hold; default ``len(tokens) - 1``, because the last sampled
+                token was never fed to the model.
+        """
+        entry = self.registry.finish(request)
+        if entry is None:
+            return
+        if length is None:
+            length = max(len(tokens) - 1, 0) if tokens is not None else 0
+        if tokens is not None and length > 0:
+            self.feed.expect_audit(entry, tuple(tokens[:length]))
+        self._pending.append(DeviceFact(FactOp.FINISH, row=entry.row, tag=entry.tag, position=length))
+        self.facts.finished(request, entry.tag, length)
+
+    def alloc(self, group: str | int, request: str, pages: Pages) -> None:
+        """The allocator handed out pages; what their records said is forgotten."""
+        self._page_fact(FactOp.ALLOC, group, request, pages)
+        self._log_pages("alloc", group, request, pages)
+
+    def own(self, group: str | int, request: str, pages: Pages) -> None:
+        """Pages were handed on with their contents: the owner changes, the records stay."""
+        self._page_fact(FactOp.OWN, group, request, pages)
+        self._log_pages("alloc", group, request, pages)
+
+    def free(self, group: str | int, pages: Pages, request: str | None = None) -> None:
+        """The allocator took pages back. Records stay until the pages are handed out again."""
+        self._page_fact(FactOp.FREE, group, request, pages)
+        self._log_pages("free", group, request, pages)
+
+    def publish(self, group: str | int, pages: Pages, request: str | None = None) -> None:
+        """Pages can be found by other requests from now on."""
+        self._log_pages("publish", group, request, pages)
+
+    def evict(self, group: str | int, pages: Pages) -> None:
+        """Pages left the prefix index."""
+        self._log_pages("evict", group, None, pages)
+
+    def reuse(self, group: str | int, request: str, pages: Pages) -> None:
+        """A request took published pages; their bytes are read again first."""
+        index = self.layout.index(group)
+        queued = pages
+        if self.config.verify_on_reuse == "budgeted":
+            queued = pages[: max(1, REUSE_SLOTS // self.layout.groups[index].page_size)]
+        self._page_fact(FactOp.QUEUE, index, request, queued)
+        self._log_pages("reuse", index, request, pages)
+
+    def move(self, group: str | int, sources: Pages, targets: Pages, request: str | None = None) -> None:
+        """Pages are copied on the device, in this order with the other facts; records go along.
+
+        Raises:
+            BatchError: lengths differ.
+        """
+        if len(sources) != len(targets):
+            raise BatchError(f"move needs as many targets as sources, got {len(sources)} and {len(targets)}")
+        index = self.layout.index(group)
+        self._check_pages(index, sources)
+        self._page_fact(FactOp.COPY, index, request, sources, targets=targets)
+        self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
+
+    def restamp(self, group: str | int, pages: Pages) -> None:
+        """Bytes were edited on purpose (shifted positions, requantised): trust the present ones."""
+        self._page_fact(FactOp.RESTAMP, group, None, pages)
+        self._log_pages("restamp", group, None, pages)
+
+    def transfer(
+        self,
+        transfer: str,
+        event: str,
+        *,
+        group: str | int = 0,
+        pages: Pages = (),
+        direction: str = "in",
+        ordered: bool = False,
+        request: str | None = None,
+        error: str = "",
+    ) -> None:
+        """Bytes enter or leave pages by a copy: ``event`` is ``"start"``, ``"landed"`` or ``"failed"``.
+
+        At the start of an incoming transfer the pages' records are wiped, so that nothing vouches for them until
+        :meth:`import_records` or a forward does. ``ordered``: the forward's own stream orders the copy.
+
+        Raises:
+            BatchError: unknown event or direction.
+        """
+        if event == "start":
+            if direction not in ("in", "out"):
+                raise BatchError(f"transfer {transfer!r}: direction must be 'in' or 'out', got {direction!r}")
+            if direction == "in":
+                self._page_fact(FactOp.WIPE, group, request, pages)
+            name = self.layout.groups[self.layout.index(group)].name
+            self.facts.transfer_started(transfer, name, request or "", _host(pages), direction, ordered=ordered)
+        elif event == "landed":
+            self.facts.transfer_landed(transfer)
+        elif event == "failed":
+            self.facts.transfer_failed(transfer, error)
+        else:
+            raise BatchError(f"transfer {transfer!r}: event must be 'start', 'landed' or 'failed', got {event!r}")
+
+    def weights_updated(self, epoch: int) -> None:
+        """New weights: everything cached before was made by older ones."""
+        self.facts.weights_updated(epoch)
+
+    def export_records(self, group: str | int, pages: Pages) -> Records:
+        """Records of pages whose bytes are about to be copied out, taken in order with the other facts."""
+        index = self.layout.index(group)
+        self._check_pages(index, pages)
+        item = self.layout.groups[index]
+        parts = self.state.groups[index].seals.shape[0]
+        words = torch.zeros(len(pages) * item.page_size, 2 + 2 * parts, dtype=torch.int64, device=self.state.device)
+        self._page_fact(FactOp.EXPORT, index, None, pages, records=words)
+        return Records(item.name, len(pages), words, self.layout.fingerprint)
+
+    def import_records(self, group: str | int, pages: Pages, records: Records, request: str | None = None) -> None:
+        """Give pages the records that came with their bytes; the first ``len(pages)`` of them.
+
+        The slots are read again before anything else, so a transfer that brought other bytes is found.
+
+        Raises:
+            LayoutError: the records come from another layout or group.
+            BatchError: more pages than records.
+        """
+        index = self.layout.index(group)
+        item = self.layout.groups[index]
+        if records.layout != self.layout.fingerprint or records.group != item.name:
+            raise LayoutError(
+                f"records of group {records.group!r} in layout {records.layout} cannot enter group {item.name!r} of "
+                f"layout {self.layout.fingerprint}; both engines need the same layout and the same key"
+            )
+        if len(pages) > records.pages:
+            raise BatchError(f"{len(pages)} pages were loaded, but only {records.pages} pages of records came along")
+        words = records.words[: len(pages) * item.page_size]
+        self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
+        self._log_pages("alloc", index, request, pages)
+
+    def _base(self, entry: Request, tokens: Sequence[int], length: int) -> tuple[int, bool]:
+        """The digest at ``length`` and whether it is known now; long ones are left to the drain."""
+        if length == 0:
+            return entry.seed, True
+        if len(tokens) < length:
+            return 0, False
+        if length <= INLINE_BASE:
+            return digest_tokens(self.state.keys, entry.seed, tokens, length), True
+        self.feed.compute_base(entry, tokens, length, self._late)
+        return 0, False
+
+    def _page_fact(
+        self,
+        op: FactOp,
+        group: str | int,
+        request: str | None,
+        pages: Pages,
+        *,
+        targets: Pages = (),
+        records: torch.Tensor | None = None,
+    ) -> None:
+        if len(pages) == 0:
+            return
+        index = self.layout.index(group)
+        self._check_pages(index, targets if len(targets) else pages)
+        entry = self.registry.get(request) if request else None
+        tag = entry.tag if entry is not None else 0
+        # Engines go on changing the very lists they pass (a request's pages grow), before the fact is launched.
+        fact = DeviceFact(op, group=index, pages=_fixed(pages), targets=_fixed(targets), tag=tag, records=records)
+        self._pending.append(fact)
+
+    def _check_pages(self, group: int, pages: Pages) -> None:
+        if isinstance(pages, torch.Tensor) or len(pages) == 0:
+            return
+        low, high = min(pages), max(pages)
+        limit = self.layout.groups[group].num_pages
+        if low < 0 or high >= limit:
+            raise BatchError(
+                f"group {self.layout.groups[group].name!r}: page {low if low < 0 else high} lies outside the "
+                f"pool of {limit} pages; pass page numbers of this group, not slots or bytes"
+            )
+
+    def _log_pages(self, kind: str, group: str | int, request: str | None, pages: Pages) -> None:
+        index = self.layout.index(group)
+        self.facts.pages(kind, self.layout.groups[index].name, request or "", _host(pages))
+
+
+def _fixed(pages: Pages) -> Pages:
+    return pages if isinstance(pages, torch.Tensor) else tuple(pages)
+
+
+def _host(pages: Pages) -> Sequence[int]:
+    """Pages that the host knows. Device tensors are not read here: that would wait for the device."""
+    if not isinstance(pages, torch.Tensor):
+        return pages
+    listed: list[int] = pages.tolist() if pages.device.type == "cpu" else []
+    return listed

@@ -1,0 +1,68 @@
+"""The one way back: what the drain asks of the engine's thread.
+
+The drain posts; the engine's thread looks at the entry of a step. Nothing else flows back.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Raise ``error`` at this and every later step."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Take ``requests``, and all live requests whose tables hold ``pages`` of ``group``, out of service."""
+
+    incident: str
+    requests: tuple[str, ...] = ()
+    group: str = ""
+    pages: tuple[int, ...] = ()
+
+
+class Mailbox:
+    """Thread-safe. ``pending`` is a plain attribute, so that a step that has no mail pays one read.
+
+    Attributes:
+        pending: there is an error, or a quarantine that nobody took yet.
+        error: the first error that was posted; it stays.
+    """
+
+    __slots__ = ("_lock", "_quarantines", "error", "pending")
+
+    def __init__(self) -> None:
+        self.pending: bool = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._quarantines: dict[tuple[str, str], Quarantine] = {}
+
+    def post(self, message: Raise | Quarantine) -> None:
+        """Leave a message. Quarantines of one incident and group are merged until they are taken."""
+        with self._lock:
+            if isinstance(message, Raise):
+                self.error = self.error or message.error
+            else:
+                key = (message.incident, message.group)
+                self._quarantines[key] = _merge(self._quarantines.get(key), message)
+            self.pending = True
+
+    def take_quarantines(self) -> list[Quarantine]:
+        """All quarantines since the last call, oldest first."""
+        with self._lock:
+            taken = list(self._quarantines.values())
+            self._quarantines.clear()
+            self.pending = self.error is not None
+            return taken
+
+
+def _merge(before: Quarantine | None, new: Quarantine) -> Quarantine:
+    if before is None:
+        return new
+    requests = tuple(dict.fromkeys(before.requests + new.requests))
+    return replace(before, requests=requests, pages=tuple(dict.fromkeys(before.pages + new.pages)))

@@ -1,0 +1,102 @@
+"""The stream half of the canary: feed, drain, bus, observers, and what may be asked from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+
+from kvcanary.binding import Binding
+from kvcanary.bus import Bus, Subscription
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import CanaryStalledError
+from kvcanary.events import Event
+from kvcanary.facts import FactLog, unpack
+from kvcanary.feed import Feed
+from kvcanary.mailbox import Mailbox, Raise
+from kvcanary.observers import default_folds, default_sinks
+from kvcanary.observers.base import Observer
+from kvcanary.observers.violations import ViolationsFold
+from kvcanary.pipeline import Drain, DrainReport
+
+
+class Reporting(Binding):
+    """What a canary finds, on its way to observers."""
+
+    def __init__(self, config: CanaryConfig, observers: Sequence[Observer]) -> None:
+        super().__init__(config)
+        self._observers = tuple(observers)
+        self.mailbox = Mailbox()
+        self.facts = FactLog(config.fact_queue)
+        self.feed = Feed(self.facts)
+        folds = default_folds(config, self.mailbox)
+        self._violations = next(fold for fold in folds if isinstance(fold, ViolationsFold))
+        self.bus = Bus(folds, sink_queue=config.sink_queue, on_guard_failure=self._unguarded)
+        self.drain = Drain(self.feed, self.bus, on_failure=self._unguarded)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first corruption or stall in ``raise`` mode; stays."""
+        return self.mailbox.error
+
+    def start(self) -> Self:
+        """Start the drain and the observers. Idempotent."""
+        if not self.drain.running:
+            for sink in (*default_sinks(self.config), *self._observers):
+                self.bus.subscribe(sink)
+            self._observers = ()
+            self.facts.enabled = True
+            self.drain.start()
+        return self
+
+    def stop(self, deadline: float | None = None) -> DrainReport:
+        """Deliver what is queued within ``deadline`` seconds and stop the drain. Idempotent."""
+        self.facts.enabled = False
+        return self.drain.stop(self.config.stop_deadline_s if deadline is None else deadline)
+
+    def subscribe(self, observer: Observer) -> Subscription:
+        """Add an observer; async ones run on the loop of the caller. Any thread."""
+        return self.bus.subscribe(observer)
+
+    def emit(self, event: Event) -> None:
+        """Put an event of one's own into the stream. Any thread."""
+        self.drain.submit(event)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything that happened so far went through the folds; False after ``timeout`` seconds."""
+        return self.drain.flush(self.config.flush_deadline_s if timeout is None else timeout)
+
+    def ingest(self, data: bytes) -> None:
+        """Take facts that :class:`~kvcanary.facts.FactWriter` packed in another process."""
+        for event in unpack(data):
+            self.facts.append(event)
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for a readiness probe. Any thread; waits for nothing.
+
+        ``healthy`` is False after corruption was found, while a guard or the drain is out of order, or before
+        the canary is armed.
+        """
+        losses = self.bus.losses
+        problems = list(self.bus.degraded)
+        if not self.drain.running:
+            problems.append("the drain is not running")
+        return {
+            "mode": self.config.mode,
+            "watching": self.bound,
+            "armed": self._armed,
+            "healthy": self._armed and self.error is None and self._violations.incidents == 0 and not problems,
+            "incidents": self._violations.incidents,
+            "error": None if self.error is None else str(self.error),
+            "problems": problems,
+            "forward": self.next_forward - 1,
+            "events": self.bus.seq,
+            "facts_lost": losses.facts,
+            "snapshots_skipped": losses.snapshots,
+            "observers": {name: msgspec.to_builtins(report) for name, report in self.bus.reports().items()},
+        }
+
+    def _unguarded(self, error: CanaryStalledError) -> None:
+        if self.config.mode == "raise":
+            self.mailbox.post(Raise(error))

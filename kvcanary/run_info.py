@@ -1,0 +1,108 @@
+"""What a run says of itself in its first event."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcanary.events import GroupInfo, Origin, RunStarted
+from kvcanary.layout import PoolLayout
+
+if TYPE_CHECKING:
+    from kvcanary.canary import Canary
+
+
+def describe_run(
+    canary: Canary, *, engine: str, engine_version: str, unarmed: Mapping[str, str], ranks: Mapping[str, int]
+) -> RunStarted:
+    """The first event of a run; call after the canary has its layout and kernels."""
+    config, layout = canary.config, canary.layout
+    kernels = canary.kernels
+    return RunStarted(
+        time_ns=time.time_ns(),
+        monotonic_ns=time.monotonic_ns(),
+        run=f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}",
+        origin=Origin(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=_device_name(layout.device),
+            engine=engine,
+            engine_version=engine_version,
+            **ranks,
+        ),
+        versions=_versions(),
+        backend=kernels.name if kernels is not None else "",
+        mode=config.mode,
+        config=config.describe(),
+        layout_fingerprint=layout.fingerprint,
+        groups=tuple(_group_info(layout)),
+        uncovered=layout.uncovered,
+        roles=_roles(canary),
+        unarmed=_unarmed(canary, unarmed),
+    )
+
+
+def _roles(canary: Canary) -> tuple[str, ...]:
+    config = canary.config
+    roles = ["facts", "mark", "check", "seal"]
+    if config.fingerprint == "full" and config.scrub_mib_per_step > 0:
+        roles.append("scrub")
+    if config.swa_divergence_every:
+        roles.append("window")
+    return tuple(roles)
+
+
+def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
+    config = canary.config
+    reasons = dict(given)
+    if config.fingerprint == "off":
+        reasons["CONTENT"] = "fingerprint is off"
+    elif config.scrub_mib_per_step <= 0:
+        reasons["CONTENT"] = "scrub_mib_per_step is 0: bytes are sealed and read again only on demand"
+    if config.poison == "off":
+        reasons["WRITE_MISSING"] = "poison is off"
+    if not config.check_nonfinite:
+        reasons["NONFINITE"] = "check_nonfinite is off"
+    return reasons
+
+
+def _group_info(layout: PoolLayout) -> list[GroupInfo]:
+    return [
+        GroupInfo(
+            name=group.name,
+            kind=group.kind,
+            num_slots=group.num_slots,
+            page_size=group.page_size,
+            token_bytes=group.token_bytes,
+            sources=len(group.sources),
+            parts=group.parts,
+            window=group.window,
+            ring=group.ring,
+            shares=group.shares,
+        )
+        for group in layout.groups
+    ]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("kvcanary", "triton", "msgspec", "anyio", "structlog"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

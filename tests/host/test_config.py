@@ -1,0 +1,158 @@
+"""Settings: what is refused, and what the environment says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcanary.config import CanaryConfig, mode_from_env, resolve
+from kvcanary.errors import ConfigError
+
+
+def test_mode_has_no_default() -> None:
+    with pytest.raises(TypeError, match="mode"):
+        CanaryConfig()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("mode", "loud", "one of 'log', 'off', 'quarantine', 'raise'"),
+        ("stats_every", -1, "a whole number from 0"),
+        ("stats_every", 1.5, "a whole number from 0"),
+        ("ring_capacity", 0, "a whole number from 1"),
+        ("scrub_mib_per_step", float("nan"), "a number from 0"),
+        ("scrub_mib_per_step", "32", "a number from 0"),
+        ("redact", 1, "True or False"),
+        ("poison", "always", "one of 'full', 'off', 'sample'"),
+        ("log", 3, "a string or None"),
+        ("observers", "pkg:name", "a tuple of strings"),
+        ("stop_deadline_s", 0, "a number above 0"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_field_and_its_range(field: str, value: object, expected: str) -> None:
+    settings: dict[str, Any] = {"mode": "log", field: value}
+    with pytest.raises(ConfigError) as caught:
+        CanaryConfig(**settings)
+    assert str(caught.value).startswith(f"{field} is {value!r}; expected {expected}")
+
+
+def test_a_quota_above_the_ring_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ring_quota_per_kind is 65"):
+        CanaryConfig(mode="log", ring_capacity=64, ring_quota_per_kind=65)
+
+
+def test_an_observer_without_an_attribute_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"observers names 'mine'; expected 'package\.module:attribute'"):
+        CanaryConfig(mode="log", observers=("mine",))
+
+
+def test_the_key_shows_in_no_representation() -> None:
+    config = CanaryConfig(mode="log", key=987654321)
+    assert "987654321" not in repr(config)
+    assert "987654321" not in str(config.describe())
+    with pytest.raises(ConfigError) as caught:
+        CanaryConfig(mode="log", key=987654321 << 64)
+    assert "987654321" not in str(caught.value)
+
+
+def test_a_replaced_field_is_validated_too() -> None:
+    with pytest.raises(ConfigError, match="snapshots is 0"):
+        msgspec.structs.replace(CanaryConfig(mode="log"), snapshots=0)
+
+
+def test_an_empty_environment_is_off() -> None:
+    assert CanaryConfig.from_env({}) == CanaryConfig(mode="off")
+
+
+def test_the_environment_sets_every_kind_of_field() -> None:
+    config = CanaryConfig.from_env(
+        {
+            "KVCANARY_MODE": "Raise",
+            "KVCANARY_STATS_EVERY": "7",
+            "KVCANARY_SCRUB_MIB_PER_STEP": "0.5",
+            "KVCANARY_REDACT": "no",
+            "KVCANARY_LOG": "-",
+            "KVCANARY_OBSERVERS": "mine:one, mine:two",
+            "KVCANARY_KEY": "0xff",
+            "KVCANARY_JOURNAL": " ",
+            "PATH": "/bin",
+        }
+    )
+    assert config == CanaryConfig(
+        mode="raise",
+        stats_every=7,
+        scrub_mib_per_step=0.5,
+        redact=False,
+        log="-",
+        observers=("mine:one", "mine:two"),
+        key=255,
+    )
+
+
+def test_an_unknown_variable_names_its_nearest_neighbour() -> None:
+    with pytest.raises(ConfigError, match="KVCANARY_STAT_EVERY is unknown; did you mean KVCANARY_STATS_EVERY"):
+        CanaryConfig.from_env({"KVCANARY_STAT_EVERY": "3"})
+
+
+def test_a_variable_of_the_wrong_type_is_named() -> None:
+    with pytest.raises(ConfigError, match="environment variable KVCANARY_HEALTH_EVERY is 'often'; expected a whole"):
+        CanaryConfig.from_env({"KVCANARY_HEALTH_EVERY": "often"})
+
+
+def test_a_wrong_secret_is_named_but_not_shown() -> None:
+    with pytest.raises(ConfigError, match="KVCANARY_KEY") as caught:
+        CanaryConfig.from_env({"KVCANARY_KEY": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_mode_from_env_reads_the_mode_alone() -> None:
+    assert mode_from_env({}) == "off"
+    assert mode_from_env({"KVCANARY_MODE": "log", "KVCANARY_NONSENSE": "1"}) == "log"
+    with pytest.raises(ConfigError, match="KVCANARY_MODE is 'on'"):
+        mode_from_env({"KVCANARY_MODE": "on"})
+
+
+def test_a_given_config_is_taken_whole() -> None:
+    config = CanaryConfig(mode="log")
+    assert resolve(config, None, {"KVCANARY_MODE": "raise", "KVCANARY_STATS_EVERY": "5"}) is config
+
+
+def test_off_in_the_environment_always_wins() -> None:
+    kill = {"KVCANARY_MODE": "off", "KVCANARY_NONSENSE": "must not get in the way"}
+    assert resolve(CanaryConfig(mode="raise", stats_every=3), "raise", kill) == CanaryConfig(mode="off", stats_every=3)
+    assert resolve(None, "raise", kill).mode == "off"
+
+
+def test_a_given_mode_takes_the_other_settings_from_the_environment() -> None:
+    resolved = resolve(None, "raise", {"KVCANARY_STATS_EVERY": "5"})
+    assert resolved == CanaryConfig(mode="raise", stats_every=5)
+
+
+def test_a_mode_that_contradicts_the_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mode='raise' was given beside a config with mode='log'"):
+        resolve(CanaryConfig(mode="log"), "raise", {})
+    with pytest.raises(ConfigError, match="mode is 'noisy'"):
+        resolve(None, "noisy", {})
+
+
+def test_the_host_modules_import_neither_torch_nor_numpy_and_leave_logging_alone() -> None:
+    program = """
+import logging, sys
+import kvcanary.config, kvcanary.mailbox, kvcanary.testing, kvcanary.observers.base, kvcanary.observers.log
+from kvcanary.config import CanaryConfig
+from kvcanary.mailbox import Mailbox
+from kvcanary.observers.health import HealthFold
+from kvcanary.observers.stats import StatsFold
+from kvcanary.observers.violations import ViolationsFold
+import structlog
+assert not {"torch", "numpy", "triton", "pytest"} & set(sys.modules), sorted(sys.modules)
+assert not logging.getLogger().handlers and not structlog.is_configured()
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env)

@@ -1,0 +1,109 @@
+"""What a user writes, as strict type checkers see it. Nothing here runs as a test; ``test_typing.py`` checks it."""
+
+# pyright: strict
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_type
+
+from kvcanary.config import CanaryConfig
+from kvcanary.events import Event, IncidentOpened, KernelStalled, SwaDivergenceObserved, register_event
+from kvcanary.observers.base import BatchSink, Fold, Observer, Sink, as_observer, observer
+from kvcanary.observers.swa_divergence import find_all, parse
+from kvcanary.testing import EventRecorder, assert_swa_divergence_observed
+
+pages: list[str] = []
+Alert = IncidentOpened | KernelStalled
+
+
+@observer
+def tell_me(event: IncidentOpened | KernelStalled) -> None:
+    """A function observer; the annotation is the filter."""
+    if isinstance(event, IncidentOpened):
+        pages.append(event.headline)
+    else:
+        pages.append(event.role)
+
+
+@observer(name="pager", queue=100, on_full="drop_newest", restart="stop")
+async def page_someone(event: Alert) -> str:
+    """An async observer with options."""
+    return event.by
+
+
+@observer
+def in_batches(events: Sequence[IncidentOpened]) -> int:
+    """Takes all that is queued."""
+    return len(events)
+
+
+class Tally:
+    """A class observer."""
+
+    name = "tally"
+    interests = (IncidentOpened, KernelStalled)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def handle(self, event: IncidentOpened | KernelStalled) -> None:
+        """Called for each event."""
+        self.count += 1
+
+
+class Shipper:
+    """An async class observer that takes batches and has a life cycle."""
+
+    interests: tuple[type[Event], ...] = (Event,)
+
+    async def open(self) -> None:
+        """Called first."""
+
+    async def handle_batch(self, events: Sequence[Event]) -> None:
+        """Called with all that is queued."""
+
+    async def close(self) -> None:
+        """Called last."""
+
+
+@register_event
+class TemperatureMeasured(Event, frozen=True, kw_only=True, tag="mine.temperature_measured"):
+    """A user's own event."""
+
+    celsius: float
+
+
+class Thermometer:
+    """A user's own fold, which derives a user's own event."""
+
+    name = "thermometer"
+    interests = (KernelStalled,)
+    guard = False
+
+    def handle(self, event: KernelStalled) -> list[TemperatureMeasured]:
+        """Called inline for each event."""
+        return [TemperatureMeasured(celsius=40.0 + event.launches)]
+
+
+def use(recorder: EventRecorder) -> None:
+    """Types are kept all the way through."""
+    assert_type(tell_me(KernelStalled(role="check", launches=1, expected=2)), None)
+    assert_type(in_batches([]), int)
+    assert_type(recorder.of(TemperatureMeasured), list[TemperatureMeasured])
+    assert_type(recorder.wait_for(IncidentOpened, lambda incident: incident.count > 1), IncidentOpened)
+    assert_type(assert_swa_divergence_observed(recorder), SwaDivergenceObserved)
+    assert_type(parse("{}"), SwaDivergenceObserved | None)
+    assert_type(find_all(["{}"]), list[SwaDivergenceObserved])
+    assert_type(as_observer(tell_me).wants(IncidentOpened), bool)
+    assert_type(CanaryConfig(mode="raise").stats_every, int)
+
+
+async def use_async() -> None:
+    """An async observer stays a coroutine function."""
+    assert_type(await page_someone(KernelStalled(role="check", launches=1, expected=2)), str)
+
+
+observers: list[Observer] = [tell_me, page_someone, in_batches, Tally(), Shipper(), EventRecorder()]
+sink: Sink = Tally()
+batches: BatchSink = Shipper()
+fold: Fold = Thermometer()
