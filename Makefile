@@ -63,7 +63,7 @@ docs-check: $(READY) ## Run the examples of the documentation and follow its lin
 
 .PHONY: clean
 clean: ## Remove the environment, caches and builds
-	@rm -rf $(VENV) dist build .coverage .coverage.* htmlcov .hypothesis \
+	@rm -rf $(VENV) .venv-* dist build .coverage .coverage.* htmlcov .hypothesis \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

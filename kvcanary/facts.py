@@ -266,9 +266,10 @@ class FactLog(FactRecorder):
 
         Facts that wait for their step are taken without it when none came for :data:`PATIENCE_SECONDS` or after
         :meth:`hurry`; they hold from the next forward. Within a step that is not known yet and they wait for its end,
-        unless ``everything`` is asked for, at the last.
+        unless ``everything`` is asked for or recording is over.
         """
         hurried, self._hurried = self._hurried, False
+        everything = everything or not self.enabled
         events: list[Event] = []
         for call in [self._calls.popleft() for _ in range(len(self._calls))]:
             if isinstance(call, Stamp):

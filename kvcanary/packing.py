@@ -67,7 +67,7 @@ def pack(calls: Sequence[PagesCall | RequestCall | EventCall], stamp: Stamp, spa
     place = 0
     for call in calls:
         key = (call.kind, call.retired, call.group)
-        if key != last or isinstance(call, EventCall):
+        if key != last or place != len(columns) - 1 or isinstance(call, EventCall):
             last, place = key, places.get(key, -1)
             if place < 0 or isinstance(call, EventCall) or not order.allows(call, place):
                 place = places[key] = len(columns)
@@ -87,7 +87,7 @@ class _Order:
         self._spaces = spaces
         self._noted = 0
         self._wall = -1
-        self._touched: dict[str, dict[int, int]] = {}
+        self._last: dict[str, dict[int, int]] = {}
         self._lives: dict[str, int] = {}
         self._owners: dict[str, int] = {}
 
@@ -101,33 +101,33 @@ class _Order:
         if isinstance(call, RequestCall):
             name = call.row[0]
             return max(self._lives.get(name, -1), self._owners.get(name, -1)) <= place
-        last = self._touched_by(call.group)
-        for page in self._pages(call):
+        last, pages = self._touched(call)
+        for page in pages:
             if last.get(page, -1) > place:
                 return False
         return not self._lives or all(self._lives.get(name, -1) <= place for name in _names(call))
 
     def _note(self, call: PagesCall | RequestCall | EventCall, place: int) -> None:
         if isinstance(call, PagesCall):
-            last = self._touched_by(call.group)
-            for page in self._pages(call):
+            last, pages = self._touched(call)
+            for page in pages:
                 last[page] = place
-            for name in _names(call):
-                self._owners[name] = place
+            if isinstance(call.request, str):
+                self._owners[call.request] = place
+            else:
+                self._owners.update(dict.fromkeys(call.request, place))
         elif isinstance(call, RequestCall):
             self._lives[call.row[0]] = place
         else:
             self._wall = place
 
-    def _touched_by(self, group: str) -> dict[int, int]:
-        """By page of the memory that the group lies in: the last fact that touched it."""
-        return self._touched.setdefault(self._spaces[group][0] if group in self._spaces else group, {})
-
-    def _pages(self, call: PagesCall) -> Iterable[int]:
-        if call.group not in self._spaces:
-            return call.pages
-        per_page = self._spaces[call.group][1]
-        return [page // per_page for page in call.pages]
+    def _touched(self, call: PagesCall) -> tuple[dict[int, int], Iterable[int]]:
+        """The last fact that touched each page of the memory that the call's pages lie in, and which those are."""
+        space, per_page = self._spaces.get(call.group) or (call.group, 1)
+        last = self._last.get(space)
+        if last is None:
+            last = self._last[space] = {}
+        return last, call.pages if per_page == 1 else [page // per_page for page in call.pages]
 
 
 def _fact(calls: list[Any], stamp: Stamp) -> Event:

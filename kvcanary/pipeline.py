@@ -35,14 +35,16 @@ TICK_SECONDS = 1.0
 SUBMIT_CAPACITY = 65536
 _READ_SHARE, _FLUSH_SHARE, _CLOSE_SHARE = 0.4, 0.75, 0.95
 """Shares of a deadline by which a stopping drain goes on to its next duty."""
+_LAST_STEPS_SECONDS = 5.0
 
 
 class Source(Protocol):
     """Where events come from. Asked by the drain's thread only.
 
     ``collect`` looks at the device first and takes facts second, but returns the facts first: so the launch of a
-    forward always precedes what was found in it. ``next_run`` hands over a run once all of the one before was
-    collected. A source may also have ``queued_facts``, for ``Ticked``.
+    forward always precedes what was found in it. ``next_run`` is asked before each ``collect``: a run is handed over
+    once all of the one before was collected, and nothing of the new one is recorded before it has begun, so whoever
+    begins a run flushes before and after. A source may also have ``queued_facts``, for ``Ticked``.
     """
 
     @property
@@ -122,13 +124,20 @@ class Drain:
         if self._is_inert() or self.running:
             return
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
+            if self._is_still_there():
                 raise ConfigError("the drain is still stopping: its source or a fold blocks; make a new canary")
             self._stopping, self._failure = None, ""
             self._next_tick = time.monotonic() + TICK_SECONDS
             self._vigil = Vigil(self)
             self._thread = threading.Thread(target=self._main, name="kvcanary-drain", daemon=True)
             self._thread.start()
+
+    def _is_still_there(self) -> bool:
+        if self._thread is None:
+            return False
+        if self._stopping is not None and self._stopping.done.is_set():
+            self._thread.join(_LAST_STEPS_SECONDS)  # all is done and told; it only has to leave
+        return self._thread.is_alive()
 
     def wake(self) -> None:
         """There is something, or will be: look soon. Two attribute accesses when the drain is awake."""
@@ -246,18 +255,16 @@ class Drain:
         return POLL_SECONDS if in_flight else IDLE_SECONDS
 
     def _read(self) -> bool:
-        busy = False
-        while True:
-            if self._bus.running:
-                events = [*self._source.collect(), *self._take_submitted()]
-                if events:
-                    self._bus.publish(events)
-                    busy = True
-            started = self._source.next_run()
-            if started is None:
-                return busy
+        started = self._source.next_run()
+        if started is not None:
             self._bus.begin_run(started)
             self._failure = ""
+        if not self._bus.running:
+            return False
+        events = [*self._source.collect(), *self._take_submitted()]
+        if events:
+            self._bus.publish(events)
+        return bool(events) or started is not None
 
     def _take_submitted(self) -> list[Event]:
         events = [self._submitted.popleft() for _ in range(len(self._submitted))]

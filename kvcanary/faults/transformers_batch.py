@@ -25,6 +25,8 @@ class Row:
     new: int
     left: int
     """tokens that it may still generate after this forward"""
+    tokens: tuple[int, ...]
+    """prompt and output so far"""
 
     @property
     def decodes(self) -> bool:
@@ -83,6 +85,10 @@ class GroupView:
     def full_pages(self, row: Row) -> int:
         """Pages of the row's table that hold old tokens only."""
         return self.old_length(row) // self.layout.page_size
+
+    def context(self, row: Row, pages: int) -> tuple[int, ...]:
+        """Tokens up to the end of the table's first ``pages`` pages: what the keys and values there depend on."""
+        return row.tokens[: row.old - self.old_length(row) + pages * self.layout.page_size]
 
     def last_index(self, row: Row) -> int | None:
         """The index of the row's last old position, or None without a table."""
@@ -150,7 +156,15 @@ def _row(index: int, future: Any, first: int) -> Row:
     state, new = future.state, future.query_length
     limit = state.max_new_tokens
     left = 1 << 30 if limit is None else limit - state.generated_len()
-    return Row(index=index, request=state.request_id, first=first, old=state.position_offset - new, new=new, left=left)
+    return Row(
+        index=index,
+        request=state.request_id,
+        first=first,
+        old=state.position_offset - new,
+        new=new,
+        left=left,
+        tokens=(*state.initial_tokens, *state.generated_tokens),
+    )
 
 
 def _group(number: int, layout: AttentionGroup, batch_data: Any) -> GroupView:

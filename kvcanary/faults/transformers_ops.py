@@ -53,7 +53,8 @@ def swap_pages(batch: Batch, rng: random.Random, group: str | None) -> Hit | Non
         for view, rows in batch.decoding(group)
         for one, other in itertools.combinations(rows, 2)
         for page in range(min(view.full_pages(one), view.full_pages(other)))
-        if _differ(view.page_entries(one, page), view.page_entries(other, page))
+        # Rows without prefix sharing hold copies of a common prefix; swapping those would change nothing.
+        if view.context(one, page + 1) != view.context(other, page + 1)
     ]
     if not victims:
         return None
@@ -88,6 +89,7 @@ def foreign_table(batch: Batch, rng: random.Random, group: str | None) -> Hit | 
         for view, rows in batch.decoding(group)
         for row, other in itertools.permutations(rows, 2)
         if _length(view, row) <= _length(view, other) and _private(view, row)
+        if row.tokens[: row.old] != other.tokens[: row.old]
     ]
     if not victims:
         return None
@@ -232,10 +234,6 @@ def _offset(view: GroupView, row: Row) -> int:
     """Where in its page the row's new token belongs."""
     ring = view.layout.ring
     return (row.old if ring is None else row.old % ring) % view.layout.page_size
-
-
-def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and not torch.equal(one, other)
 
 
 def _redirect(view: GroupView, row: Row, index: int) -> None:

@@ -6,6 +6,7 @@ described by its addresses, one row a group; a row is written again only when an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -76,17 +77,16 @@ class GroupWord(IntEnum):
     FOLLOWS = 14
     """1: the offset in the page follows the position"""
     PARTS = 15
-    RESERVED_LOW = 16
-    RESERVED_HIGH = 17
-    """bounds of the trash and null pages; all others are ordinary"""
-    NULL_IS_ZERO = 18
-    SPACE = 19
-    ARENA = 20
-    ARENA_PAGES = 21
+    RESERVED = 16
+    """two ranges (first page, end) that hold the trash and null pages; all other pages are ordinary"""
+    NULL_IS_ZERO = 20
+    SPACE = 21
+    ARENA = 22
+    ARENA_PAGES = 23
     """pages of this group in one arena page"""
-    ARENA_GROUPS = 22
+    ARENA_GROUPS = 24
     """bit set of the groups with a space of their own that share the arena"""
-    HAS_TRASH = 23
+    HAS_TRASH = 25
 
 
 class ItemWord(IntEnum):
@@ -211,6 +211,16 @@ def powers_of_two(groups: Sequence[AttentionGroup]) -> bool:
     return all(v & (v - 1) == 0 for v in values)
 
 
+def is_plain(group: AttentionGroup) -> bool:
+    """Whether a group's indices are slots and its entries pages, without detours."""
+    return (
+        group.ring is None
+        and group.page_entry_stride == 1
+        and group.index_stride in (None, group.page_size)
+        and group.page_size & (group.page_size - 1) == 0
+    )
+
+
 def state_row(state: DeviceState) -> list[int]:
     """The row of :class:`StateWord`; the directory of parts is filled in by its owner."""
     limits = state.limits
@@ -246,7 +256,7 @@ def group_row(state: DeviceState, index: int) -> list[int]:
             f"group {group.name!r}: indices reach {group.num_pages * stride} ({group.num_pages} pages, stride {stride}), "
             f"the triton backend takes at most {MAX_INDEX}; use backend='reference' or split the pool"
         )
-    reserved = (*group.trash_pages, *group.null_pages) or (MAX_INDEX,)
+    own = layout.groups[layout.spaces[index]]
     arena = group.arena
     words = {
         GroupWord.LINKS: records.links.data_ptr(),
@@ -265,16 +275,27 @@ def group_row(state: DeviceState, index: int) -> list[int]:
         GroupWord.WINDOW: group.window or 0,
         GroupWord.FOLLOWS: int(group.offset_follows_position and group.page_size > 1),
         GroupWord.PARTS: records.seals.shape[0],
-        GroupWord.RESERVED_LOW: min(reserved),
-        GroupWord.RESERVED_HIGH: max(reserved),
-        GroupWord.NULL_IS_ZERO: int(layout.groups[layout.spaces[index]].null_is_zero),
+        GroupWord.NULL_IS_ZERO: int(own.null_is_zero),
         GroupWord.SPACE: layout.spaces[index],
         GroupWord.ARENA: 0 if arena is None else state.arenas[arena.name].data_ptr(),
         GroupWord.ARENA_PAGES: 1 if arena is None else arena.pages_per_arena_page,
         GroupWord.ARENA_GROUPS: 0 if arena is None else _arena_groups(state, arena.name),
         GroupWord.HAS_TRASH: int(bool(group.trash_pages)),
     }
-    return fill_row(words, ROW)
+    row = fill_row(words, ROW)
+    row[GroupWord.RESERVED : GroupWord.RESERVED + 4] = _reserved_ranges((*own.trash_pages, *own.null_pages))
+    return row
+
+
+def _reserved_ranges(pages: Sequence[int]) -> list[int]:
+    """Two ranges that hold all of ``pages``, apart at their widest gap."""
+    if not pages:
+        return [0, 0, 0, 0]
+    ordered = sorted(pages)
+    gaps = [second - first for first, second in itertools.pairwise(ordered)] or [0]
+    cut = gaps.index(max(gaps)) + 1
+    rest = ordered[cut:]
+    return [ordered[0], ordered[cut - 1] + 1, rest[0] if rest else 0, rest[-1] + 1 if rest else 0]
 
 
 def _arena_groups(state: DeviceState, name: str) -> int:

@@ -158,9 +158,7 @@ def _view(source: KVSource, run: Run, count: int, spacing: int) -> _View:
 def _word_keys(source: KVSource, keys: Keys) -> torch.Tensor:
     """int64 ``[words]``: :func:`kvcanary.record.word_key` of every word of a token."""
     device = source.tensor.device
-    index = torch.cat(
-        [run.first_word + torch.arange(-(-run.num_bytes // 4), device=device) for run in source.runs]
-    )
+    index = torch.cat([run.first_word + torch.arange(-(-run.num_bytes // 4), device=device) for run in source.runs])
     x = (index * WORD_STEP + source_seed(keys, source.layer, source.component)) & MASK32
     x = ((x ^ (x >> 16)) * WORD_MULTIPLIERS[0]) & MASK32
     x = ((x ^ (x >> 15)) * WORD_MULTIPLIERS[1]) & MASK32

@@ -138,9 +138,7 @@ def _all_entries(low: torch.Tensor, lengths: torch.Tensor) -> Entries:
     return Entries(row, position, None, starts, begin, stops - 1, ending)
 
 
-def _numbered(
-    shift: torch.Tensor, count: torch.Tensor, owner: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _numbered(shift: torch.Tensor, count: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each run's owner, and the entry's number plus the run's shift, for every entry of runs of ``count``."""
     run = torch.repeat_interleave(count)
     position = torch.arange(run.numel(), device=run.device).add_(shift.index_select(0, run))
@@ -233,7 +231,7 @@ def _classify(launch: Launch, rows: BatchRows, g: int, entries: Entries, records
     place = {V.ROW: rows.row[entries.row], V.POSITION_EXPECTED: position}
     missing = judged & (places.slot != OUTSIDE) & ~usable
     report(launch, Kind.WINDOW, g, place, _lowest_of_rows(entries.row, missing))
-    report(launch, Kind.SLOT_RANGE, g, {**place, V.SLOT: places.index}, judged & (places.slot == OUTSIDE))
+    report(launch, Kind.SLOT_RANGE, g, {**place, V.SLOT: places.engine_index}, judged & (places.slot == OUTSIDE))
     found = link_found(torch.stack((records.words, digests), 1))
     record = {**place, V.SLOT: slot, V.PAGE: page, **found}
     report(launch, Kind.UNWRITTEN, g, record, empty & claimed)

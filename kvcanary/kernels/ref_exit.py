@@ -74,7 +74,7 @@ def commit(launch: Launch) -> None:
         batch = batch[due]
     if not batch.shape[0]:
         return
-    row, first, new, context, _, source = batch.unbind(1)
+    row, first, new, context, _, _ = batch.unbind(1)
     high = context + new
     started = _advance_rows(state, batch, high)
     ends = first.add(new).sub_(1)

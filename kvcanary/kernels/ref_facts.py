@@ -97,7 +97,9 @@ class Application:
             if g != self.space and layout.spaces[g] == g and other.arena is not None and other.arena.name == arena.name:
                 per_page = other.arena.pages_per_arena_page
                 overlaid = _runs(changed * per_page, per_page)
-                _wipe(self.state.groups[g], _runs(overlaid[overlaid < other.num_pages] * other.page_size, other.page_size))
+                _wipe(
+                    self.state.groups[g], _runs(overlaid[overlaid < other.num_pages] * other.page_size, other.page_size)
+                )
 
     def _free(self) -> None:
         pages = self._pages()

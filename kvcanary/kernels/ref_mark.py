@@ -208,9 +208,7 @@ def _mark_group(launch: Launch, rows: BatchRows, tokens: Tokens, g: int) -> None
     state.scratch_slots[g][writes.tokens.token] = writes.slot
 
 
-def _with_slot(
-    launch: Launch, rows: BatchRows, tokens: Tokens, g: int, places: Places
-) -> tuple[Tokens, torch.Tensor]:
+def _with_slot(launch: Launch, rows: BatchRows, tokens: Tokens, g: int, places: Places) -> tuple[Tokens, torch.Tensor]:
     """The tokens that have a slot.
 
     Of more new tokens than a ring has places only the newest are written: the others are overwritten in the same
@@ -219,7 +217,7 @@ def _with_slot(
     ring = launch.state.layout.groups[g].ring
     if places.clean and ring is None:
         return tokens, places.slot
-    fields = {V.ROW: tokens.row, V.SLOT: places.index, V.POSITION_EXPECTED: tokens.position}
+    fields = {V.ROW: tokens.row, V.SLOT: places.engine_index, V.POSITION_EXPECTED: tokens.position}
     report(launch, Kind.SLOT_RANGE, g, fields, places.slot == OUTSIDE)
     written = places.slot >= 0
     if ring is not None:

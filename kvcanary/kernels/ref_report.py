@@ -128,9 +128,7 @@ class Launch:
         self._adds = [0] * len(self._words)
 
 
-def report(
-    launch: Launch, kind: Kind, group: int, fields: Fields, wrong: torch.Tensor, *, flag_part: int = 0
-) -> None:
+def report(launch: Launch, kind: Kind, group: int, fields: Fields, wrong: torch.Tensor, *, flag_part: int = 0) -> None:
     """Report findings of one kind, in order; the first fresh one of each row (or slot) wins.
 
     Tensors in ``fields`` are int64 ``[n]``; ``wrong``, bool ``[n]``, picks the findings among them; nothing happens
@@ -190,9 +188,7 @@ def _first_of_each(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return distinct, first
 
 
-def _store(
-    launch: Launch, kind: Kind, group: int, fields: Fields, fresh: torch.Tensor, flag_part: int
-) -> None:
+def _store(launch: Launch, kind: Kind, group: int, fields: Fields, fresh: torch.Tensor, flag_part: int) -> None:
     state = launch.state
     table = torch.zeros(fresh.numel(), VIOLATION_WORDS, dtype=torch.int64, device=fresh.device)
     table[:, _NOTHING_COLUMNS] = NOTHING

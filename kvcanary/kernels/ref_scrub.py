@@ -38,7 +38,7 @@ Readers = Callable[[int, int], PartReader]
 
 
 def scrub(launch: Launch, budget: int, readers: Readers) -> None:
-    """Read the queue, then about ``budget`` bytes, shared among the slot spaces by their size; at least one slot each."""
+    """Read the queue, then about ``budget`` bytes: of each slot space a share by its size, and at least one slot."""
     layout = launch.state.layout
     spaces = sorted(set(layout.spaces))
     _scrub_queue(launch, spaces, readers)

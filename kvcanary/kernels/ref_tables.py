@@ -19,11 +19,11 @@ OUTSIDE = -2
 class Places(NamedTuple):
     """Where positions lie.
 
-    ``index`` is the engine's index after translation (before it, where the translation table has no such entry);
+    ``engine_index`` is the engine's index after translation (before it, where the translation table has no such entry);
     ``slot`` is NONE or OUTSIDE where it is none; ``clean`` says that every slot is valid.
     """
 
-    index: torch.Tensor
+    engine_index: torch.Tensor
     slot: torch.Tensor
     clean: bool
 

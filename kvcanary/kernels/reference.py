@@ -5,7 +5,7 @@ It asks tensors questions on the host (how many, any at all), so it cannot be ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -60,10 +60,12 @@ class ReferenceKernels:
             if scrub_bytes > 0:
                 launch.launched(Role.SCRUB)
             if launch.armed:
-                if launch[Word.SCRATCH_TOKENS]:
-                    self._seal_groups(launch, part, nonfinite=nonfinite)
+                # The scrub first: tokens of this forward have no seal yet, so it passes them over, as it must in
+                # kernels that seal and scrub in one launch.
                 if scrub_bytes > 0:
                     ref_scrub.scrub(launch, scrub_bytes, self._reader_of(state))
+                if launch[Word.SCRATCH_TOKENS]:
+                    self._seal_groups(launch, part, nonfinite=nonfinite)
                 if last and launch[Word.SCRATCH_TOKENS]:
                     ref_exit.commit(launch)
             if last:
@@ -101,7 +103,7 @@ class ReferenceKernels:
         return found.clone()
 
     @contextmanager
-    def _launch(self, state: DeviceState, role: Role | None) -> Iterator[Launch]:
+    def _launch(self, state: DeviceState, role: Role | None) -> Generator[Launch, None, None]:
         _refuse_capture(state)
         with torch.inference_mode():
             launch = Launch(state, role)

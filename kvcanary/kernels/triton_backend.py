@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary.errors import LayoutError
-from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses
+from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses, is_plain
 from kvcanary.kernels.triton_bytes import sum_kernel
 from kvcanary.kernels.triton_check import MIN_ENTRIES_PER_ROW, check_kernel
 from kvcanary.kernels.triton_facts import facts_kernel
@@ -114,7 +114,7 @@ class _Bound:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         header = 1 << (state.header_words - 1).bit_length()
         pow2 = {"POW2": workspace.pow2}
-        self._check = Kernel(check_kernel, _warps(tuning.check_tile), TILE=tuning.check_tile, **pow2)
+        self._plain = [is_plain(group) for group in state.layout.groups]
         self._window = Kernel(window_kernel, _warps(tuning.window_tile), TILE=tuning.window_tile, **pow2)
         self._facts = Kernel(facts_kernel, _warps(tuning.facts_tile), TILE=tuning.facts_tile)
         self._abandon = Kernel(abandon_kernel, 4, HEADER=header)
@@ -123,7 +123,7 @@ class _Bound:
 
     def compile(self) -> None:
         """Compile what serving needs."""
-        for kernel in (self._check, self._facts, self._abandon, self._workspace.describe):
+        for kernel in (self._check(plain=all(self._plain)), self._facts, self._abandon, self._workspace.describe):
             kernel.compile()
         self._mark(first=True, linked=True).compile()
         if any(group.ring is not None for group in self._layout.groups):
@@ -145,6 +145,10 @@ class _Bound:
             TILE=tuning.mark_tile,
             SUM=tuning.sum_tile,
         )
+
+    def _check(self, *, plain: bool) -> Kernel:
+        tile = self._tuning.check_tile
+        return self._kernel(check_kernel, _warps(tile), PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
 
     def _sum(self, *, large: bool, nonfinite: bool) -> Kernel:
         workspace = self._workspace
@@ -244,10 +248,10 @@ class _Bound:
         (_, starts, contexts, request_rows, _, _, _, _, count), wide = batch_addresses(batch)
         rows, head = batch.num_rows, self._limits.head_entries
         tiles = -(-max(self._longest(batch), batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
-        # At least as many as keep a program's counts within the bits that they have in the kernel.
-        least = max(tuning.row_programs, head >> 20)
-        programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), least), tiles)
-        self._check(
+        programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), tuning.row_programs), tiles)
+        selected = [(g, item) for g, item in enumerate(batch.groups) if item is not None and g in groups]
+        plain = all(self._plain[g] and item.translation is None for g, item in selected)
+        self._check(plain=plain)(
             (max(1, rows), programs, len(batch.groups)),
             self._counters,
             self._rows,

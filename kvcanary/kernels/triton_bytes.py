@@ -25,7 +25,7 @@ from kvcanary.kernels.descriptors import (
     RegionWord,
     StateWord,
 )
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_words import NONE, divide, words_at
 from kvcanary.record import WORD_MULTIPLIERS, WORD_STEP
 from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
@@ -103,9 +103,10 @@ def _load_chunk(chunk, page, offset, valid, ACCESS: tl.constexpr, BLOCK: tl.cons
             data = data | (byte.to(tl.uint32) << (8 * k))
     else:
         # The hints are what makes 128-bit loads of this; the host has checked what they say.
-        base = tl.multiple_of(base, ACCESS)
         words = tl.multiple_of(num_bytes // 4, ACCESS // 4)
-        data = tl.load(base.to(tl.pointer_type(tl.uint32))[:, None] + word, mask=valid[:, None] & (word < words), other=0)
+        place = base.to(tl.pointer_type(tl.uint32))[:, None] + word
+        place = tl.max_contiguous(tl.multiple_of(place, [4, ACCESS]), [1, BLOCK])
+        data = tl.load(place, mask=valid[:, None] & (word < words), other=0)
     return data
 
 
@@ -153,7 +154,7 @@ def queue_bounds(counters):
     return start, tl.minimum(end, start + _QUEUE_PER_LAUNCH)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def sum_kernel(
     counters_at: tl.int64, meta_at: tl.int64, regions_at: tl.int64, queue_copy_at: tl.int64, always: tl.int64,
     first1: tl.int64, first2: tl.int64, first3: tl.int64, first4: tl.int64, first5: tl.int64, first6: tl.int64,

@@ -1,8 +1,9 @@
 """Check, on the device: read the records of every row's old positions through the tables that attention will use.
 
-One program takes every ``programs``-th tile of old positions of one batch row in one group. It reads each record
-and the one before it, counts, and only when something was wrong does it go over its tiles again to report. So the
-common path is short, and holds few registers.
+One program takes every ``programs``-th tile of old positions of one batch row in one group. Most tables are plain
+(no ring, no translation, sizes that are powers of two), and most records are right: for them a short loop asks of
+each record and the next only whether all is well. Whatever it cannot vouch for is read again by a longer one, which
+judges, counts and reports.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -12,11 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import ITEM_ROW, MAX_INDEX, ROW, GroupWord, ItemFlag, ItemWord, StateWord
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord, StateWord
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_mark import batch_row
 from kvcanary.kernels.triton_tables import (
     index_of_position,
+    is_reserved,
     is_wide,
     open_map,
     open_pool,
@@ -56,7 +58,6 @@ from kvcanary.state import (
 
 _STATE_ROW = tl.constexpr(ROW)
 _ITEM_ROW = tl.constexpr(ITEM_ROW)
-_MAX_INDEX = tl.constexpr(MAX_INDEX)
 _FORWARD = tl.constexpr(int(Word.FORWARD))
 _ARMED = tl.constexpr(int(Word.ARMED))
 _SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
@@ -77,8 +78,9 @@ _SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
 _OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
 _RING = tl.constexpr(int(GroupWord.RING))
 _WINDOW = tl.constexpr(int(GroupWord.WINDOW))
-_RESERVED_LOW = tl.constexpr(int(GroupWord.RESERVED_LOW))
-_RESERVED_HIGH = tl.constexpr(int(GroupWord.RESERVED_HIGH))
+_RESERVED = tl.constexpr(int(GroupWord.RESERVED))
+_NUM_PAGES = tl.constexpr(int(GroupWord.NUM_PAGES))
+_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
 _FIRST = tl.constexpr(int(ItemWord.FIRST))
 _REQUIRED = tl.constexpr(int(ItemWord.REQUIRED))
 _WIDE = tl.constexpr(int(ItemWord.WIDE))
@@ -140,9 +142,7 @@ def _read(group, table, pool, mapping, p, mask, POW2: tl.constexpr):
     link = words_at(tl.load(group + _LINKS_AT)) + inside.to(tl.int64) * 2
     word = tl.load(link, mask=there, other=0)
     digest = tl.load(link + 1, mask=there, other=0)
-    low = tl.load(group + _RESERVED_LOW).to(page.dtype)
-    high = tl.load(group + _RESERVED_HIGH).to(page.dtype)
-    matters = there & (((page >= low) & (page <= high)) | ((word | digest) == 0))
+    matters = there & (is_reserved(group, page) | ((word | digest) == 0))
     owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=matters, other=0)
     return index, slot, page, word, digest, owner
 
@@ -281,13 +281,141 @@ def _span(item, group, b, context, forward, least, meta, batch_rows, starts, con
     return low, turn, first_count, half
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit
+def _plain_entry(entries, wide, width, column, mask):
+    """An entry of a plain table, -1 where there is none or where it is out of all bounds."""
+    inside = mask & (column >= 0) & (column < width)
+    place = (entries + (column.to(tl.int64) << (2 + wide))).to(tl.pointer_type(tl.int32))
+    entry_ = tl.load(place, mask=inside, other=NONE)
+    above = tl.load(place + 1, mask=inside & flag(wide != 0), other=0)
+    return tl.where(above == 0, entry_, NONE)
+
+
+@triton.jit
+def _all_right(group, item, b, row, low, count, start, step, mix_in, mix_out, TILE: tl.constexpr):
+    """Whether all entries of a program are mapped, ordinary, at their positions, linked, and lead to the next one."""
+    seed, held, wanted, _ = row
+    entries, wide, width, first, pages, _, _, _, _ = open_table(group, item, b, True)
+    shift = tl.where(pages != 0, tl.load(group + _PAGE_SHIFT), 0).to(tl.int32)
+    # In units of entries: reserved pages, or their slots.
+    unit = tl.where(pages != 0, 0, tl.load(group + _PAGE_SHIFT)).to(tl.int32)
+    limit = (tl.load(group + _NUM_PAGES).to(tl.int32)) << unit
+    low0 = tl.load(group + _RESERVED).to(tl.int32) << unit
+    end0 = tl.load(group + _RESERVED + 1).to(tl.int32) << unit
+    low1 = tl.load(group + _RESERVED + 2).to(tl.int32) << unit
+    end1 = tl.load(group + _RESERVED + 3).to(tl.int32) << unit
+    links = words_at(tl.load(group + _LINKS_AT))
+    width = width.to(tl.int32)
+    first = first.to(tl.int32)
+    low = low.to(tl.int32)
+    count = count.to(tl.int32)
+    step = step.to(tl.int32)
+    at = start.to(tl.int32)
+    inner = (1 << shift) - 1
+    wrong = tl.zeros([TILE], tl.int32)
+    while at < count:
+        i = at + tl.arange(0, TILE)
+        inside = i < count
+        followed = i + 1 < count
+        p = low + i
+        entry_ = _plain_entry(entries, wide, width, (p >> shift) - first, inside)
+        next_ = _plain_entry(entries, wide, width, ((p + 1) >> shift) - first, followed)
+        ordinary = (entry_ >= 0) & (entry_ < limit)
+        ordinary = ordinary & ((entry_ < low0) | (entry_ >= end0)) & ((entry_ < low1) | (entry_ >= end1))
+        next_there = followed & (next_ >= 0) & (next_ < limit)
+        slot = (entry_ << shift) + (p & inner)
+        next_slot = (next_ << shift) + ((p + 1) & inner)
+        link = links + slot.to(tl.int64) * 2
+        word = tl.load(link, mask=inside & ordinary, other=0)
+        digest = tl.load(link + 1, mask=inside & ordinary, other=0)
+        after = tl.load(links + next_slot.to(tl.int64) * 2 + 1, mask=next_there, other=0)
+        after = tl.where(followed, after, wanted)
+        right = ordinary & (position_of(word) == p) & (digest != 0)
+        right = right & ((digest + mix(word, mix_in, mix_out) == after) | ~(followed | held))
+        right = right & ((p != 0) | (digest == seed) | flag(seed == 0))
+        wrong |= (inside & ~right).to(tl.int32)
+        at += step
+    return tl.max(wrong, 0) == 0
+
+
+@triton.jit
+def _count_clean(counters, g, row, count, start, step, TILE: tl.constexpr):
+    """Count the entries of a program that found nothing wrong; the one with the last entry counts the row's end."""
+    _, held, _, armed = row
+    last = count - 1
+    rounds = (count - start + step - 1) // step
+    final = start + (rounds - 1) * step
+    entries = (rounds - 1) * TILE + tl.minimum(count - final, TILE)
+    count_verified(counters, g, _LINKS, entries)
+    mine = (last // TILE) * TILE == final
+    count_verified(counters, g, _ROW_ENDS, tl.where(mine & held & armed, 1, 0).to(tl.int64))
+    count_unverified(counters, g, _UNARMED_ROW, tl.where(mine & ((held == 0) | (armed == 0)), 1, 0).to(tl.int64))
+
+
+@triton.jit
+def _judge_row(counters, rows, meta, g, group, item, b, row, known_row, span, begin, step, mix_in, mix_out,
+               POW2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Judge, count and report the entries of a program."""
+    _, context, turn, first_count, half = span
+    _, _, wanted, _ = known_row
+    count = first_count + half
+    pool = open_pool(group)
+    mapping = open_map(item)
+    table = open_table(group, item, b, POW2)
+    lane = tl.arange(0, TILE)
+    links = tl.zeros([TILE], tl.int32)
+    unknown = tl.zeros([TILE], tl.int32)
+    unlinked = tl.zeros([TILE], tl.int32)
+    ends = tl.zeros([TILE], tl.int32)
+    lowest = count
+    start = begin
+    while start < count:
+        i = start + lane
+        p, index, slot, page, word, digest, expected, after, faults, counts = _judge(
+            group, table, pool, mapping, known_row, span, i, i < count, mix_in, mix_out, POW2
+        )
+        links += counts & _KNOWN
+        unknown += (counts // _CLAIMS_NOTHING) & 1
+        unlinked += (counts // _NO_PREFIX) & 1
+        ends |= counts & (_END_VERIFIED | _END_UNARMED)
+        if tl.max(faults, 0) > 0:
+            lowest = tl.minimum(lowest, tl.min(tl.where((faults & _MISSING) != 0, i, count), 0))
+            _report_entries(
+                counters, rows, meta, g, group, row, p, index, slot, page, word, digest, expected, after, wanted, faults
+            )
+        start += step
+    count_verified(counters, g, _LINKS, tl.sum(links, 0).to(tl.int64))
+    count_unverified(counters, g, _UNKNOWN_RECORD, tl.sum(unknown, 0).to(tl.int64))
+    count_unverified(counters, g, _UNLINKED, tl.sum(unlinked, 0).to(tl.int64))
+    end = tl.max(ends, 0)
+    count_verified(counters, g, _ROW_ENDS, tl.where(end == _END_VERIFIED, 1, 0).to(tl.int64))
+    count_unverified(counters, g, _UNARMED_ROW, tl.where(end == _END_UNARMED, 1, 0).to(tl.int64))
+    # Only the lowest missing position of the row counts, so look whether another program has a lower one.
+    before = tl.zeros([TILE], tl.int32)
+    start = begin * 0
+    while (lowest < count) & (start < lowest):
+        i = start + lane
+        _p, _i, _s, _g, _w, _d, _e, _a, missing, _c = _judge(
+            group, table, pool, mapping, known_row, span, i, i < lowest, mix_in, mix_out, POW2
+        )
+        before |= missing & _MISSING
+        start += TILE
+    if (lowest < count) & (tl.max(before, 0) == 0):
+        place = tl.where(lowest < first_count, turn + lowest, context - half + (lowest - first_count))
+        kind = place * 0 + _WINDOW_KIND
+        report(
+            counters, rows, meta, kind > 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind, row,
+            NONE, NONE, place, NONE, NONE, NONE, 0, 0, 0, 0, 0, 0, NONE, kind < 0,
+        )  # fmt: skip
+
+
+@entry
 def check_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_slots_at: tl.int64,
     scratch_links_at: tl.int64, scratch_rows_at: tl.int64, items_at: tl.int64, starts: tl.int64, contexts: tl.int64,
     request_rows: tl.int64, num_requests: tl.int64, wide: tl.int64, batch_rows: tl.int64, max_tokens: tl.int64,
     max_rows: tl.int64, selected: tl.int64, least: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
-    POW2: tl.constexpr, TILE: tl.constexpr,
+    PLAIN: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[batch rows, programs a row, groups]``. ``least``: a row this long is never over capacity."""
     b = tl.program_id(0).to(tl.int64)
@@ -303,9 +431,8 @@ def check_kernel(
     group = meta + (g + 1) * _STATE_ROW
     item = words_at(items_at) + g * _ITEM_ROW
     forward = tl.load(counters + _FORWARD)
-    live, row, _, _, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
+    live, row, _first, _end, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
     programs = tl.num_programs(1).to(tl.int64)
-    lane = tl.arange(0, TILE)
     if live & (context > 0):
         low, turn, first_count, half = _span(
             item, group, b, context, forward, least, meta, batch_rows, starts, contexts, request_rows, num_requests,
@@ -324,74 +451,26 @@ def check_kernel(
             wanted = tl.load(words_at(history_at) + row * _HISTORY + (context & (_HISTORY - 1)))
             armed = flag((tl.load(words + _FLAGS) & _ROW_ARMED) != 0)
             known_row = (tl.load(words + _SEED), held, wanted, armed)
-            span = (low, context, turn, first_count, half)
-            pool = open_pool(group)
-            mapping = open_map(item)
-            table = open_table(group, item, b, POW2)
-            bad = tl.zeros([TILE], tl.int32)
-            links = tl.zeros([TILE], tl.int32)
-            unknown = tl.zeros([TILE], tl.int32)
-            unlinked = tl.zeros([TILE], tl.int32)
-            ends = tl.zeros([TILE], tl.int32)
-            start = part * TILE
-            while start < count:
-                i = start + lane
-                _, _, _, _, _, _, _, _, faults, counts = _judge(
-                    group, table, pool, mapping, known_row, span, i, i < count, mix_in, mix_out, POW2
-                )
-                bad |= faults
-                links += counts & _KNOWN
-                unknown += (counts // _CLAIMS_NOTHING) & 1
-                unlinked += (counts // _NO_PREFIX) & 1
-                ends |= counts & (_END_VERIFIED | _END_UNARMED)
-                start += programs * TILE
-            # Three counts in one sum: no program reads 2^21 entries.
-            packed = links.to(tl.int64) | (unknown.to(tl.int64) << 21) | (unlinked.to(tl.int64) << 42)
-            total = tl.sum(packed, 0)
-            count_verified(counters, g, _LINKS, total & 0x1FFFFF)
-            count_unverified(counters, g, _UNKNOWN_RECORD, (total >> 21) & 0x1FFFFF)
-            count_unverified(counters, g, _UNLINKED, total >> 42)
-            events = tl.sum(tl.where(bad != 0, 1024, 0) + ends, 0)
-            count_verified(counters, g, _ROW_ENDS, ((events // _END_VERIFIED) & 1).to(tl.int64))
-            count_unverified(counters, g, _UNARMED_ROW, ((events // _END_UNARMED) & 1).to(tl.int64))
-            if events >= 1024:
-                lowest = count
-                start = part * TILE
-                while start < count:
-                    i = start + lane
-                    p, index, slot, page, word, digest, expected, after, faults, _ = _judge(
-                        group, table, pool, mapping, known_row, span, i, i < count, mix_in, mix_out, POW2
+            clean = False
+            if PLAIN:
+                if half == 0:
+                    clean = _all_right(
+                        group, item, b, known_row, low, count, part * TILE, programs * TILE, mix_in, mix_out, TILE
                     )
-                    _report_entries(
-                        counters, rows, meta, g, group, row, p, index, slot, page, word, digest, expected, after, wanted,
-                        faults,
-                    )  # fmt: skip
-                    lowest = tl.minimum(lowest, tl.min(tl.where((faults & _MISSING) != 0, i, count), 0))
-                    start += programs * TILE
-                # Only the lowest missing position of the row counts, so look whether another program has a lower one.
-                before = tl.zeros([TILE], tl.int32)
-                start = part * 0
-                while start < lowest:
-                    i = start + lane
-                    _, _, _, _, _, _, _, _, faults, _ = _judge(
-                        group, table, pool, mapping, known_row, span, i, i < lowest, mix_in, mix_out, POW2
-                    )
-                    before |= faults & _MISSING
-                    start += TILE
-                if (lowest < count) & (tl.max(before, 0) == 0):
-                    place = tl.where(lowest < first_count, turn + lowest, context - half + (lowest - first_count))
-                    kind = place * 0 + _WINDOW_KIND
-                    report(
-                        counters, rows, meta, kind > 0, kind, _ROLE, g, row_flag(rows, row, kind * 0),
-                        (kind * 0 + 1) << kind, row, NONE, NONE, place, NONE, NONE, NONE, 0, 0, 0, 0, 0, 0, NONE,
-                        kind < 0,
-                    )  # fmt: skip
+            if clean:
+                _count_clean(counters, g, known_row, count, part * TILE, programs * TILE, TILE)
+            else:
+                span = (low, context, turn, first_count, half)
+                _judge_row(
+                    counters, rows, meta, g, group, item, b, row, known_row, span, part * TILE, programs * TILE, mix_in,
+                    mix_out, POW2, TILE,
+                )  # fmt: skip
     if tl.load(group + _RING) == 0:
         tokens = tl.load(counters + _SCRATCH_TOKENS)
         start = (b * programs + part) * TILE
         while start < tokens:
             report_conflicts(
-                counters, rows, meta, g, group, _ROLE, start + lane.to(tl.int64), tokens,
+                counters, rows, meta, g, group, _ROLE, start + tl.arange(0, TILE).to(tl.int64), tokens,
                 words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at), words_at(scratch_rows_at), POW2,
             )  # fmt: skip
             start += batch_rows * programs * TILE

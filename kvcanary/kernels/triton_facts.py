@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvcanary.kernels import FactOp
 from kvcanary.kernels.descriptors import FACT_ROW, ROW, FactWord, GroupWord, StateWord
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
 from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, row_flag, state_of, words_at, writer_of
 from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, signed
@@ -381,7 +381,7 @@ def _finish(counters, rows, history, meta, fact, forward):
     tl.store(counters + _OUTBOX, count + 1)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def facts_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, host_at: tl.int64,
     words_at_: tl.int64, length: tl.int64, count: tl.int64, progress_at: tl.int64, generation: tl.int64,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-RUNTIME = tuple(range(48))
-"""For ``do_not_specialize``: otherwise the values 1 and multiples of 16 each compile a kernel of their own, in the
-middle of serving."""
+import triton
+
+
+def entry(function: Callable[..., None]) -> Any:
+    """``triton.jit`` for a kernel whose run-time arguments are all int64 and never specialised.
+
+    Otherwise the values 1 and multiples of 16 each compile a kernel of their own, in the middle of serving.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+    return triton.jit(do_not_specialize=runtime)(function)
 
 
 class Kernel:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import ROW, ITEM_ROW, GroupWord, ItemFlag, ItemWord
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_tables import (
     index_of_position,
     is_wide,
@@ -313,7 +313,7 @@ def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first,
     tl.store(scratch_slots + g * max_tokens + t, slot, mask=written)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def mark_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_slots_at: tl.int64,
     scratch_links_at: tl.int64, scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, items_at: tl.int64,

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
 from kvcanary.kernels.triton_check import report_conflicts
-from kvcanary.kernels.triton_tables import open_pool, page_of
+from kvcanary.kernels.triton_tables import is_reserved, open_pool, page_of
 from kvcanary.kernels.triton_words import (
     NONE,
     code_of,
@@ -96,8 +96,6 @@ _OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
 _NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
 _PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
 _RING = tl.constexpr(int(GroupWord.RING))
-_RESERVED_LOW = tl.constexpr(int(GroupWord.RESERVED_LOW))
-_RESERVED_HIGH = tl.constexpr(int(GroupWord.RESERVED_HIGH))
 _NULL_IS_ZERO = tl.constexpr(int(GroupWord.NULL_IS_ZERO))
 _NULL = tl.constexpr(OWNER_NULL)
 
@@ -262,7 +260,7 @@ def _scrub_slots(counters, rows, meta, region, item, NONFINITE: tl.constexpr, PO
     entry = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
     _enqueue(counters, meta, entry, wrong & ((old & _SUSPECT_FLAG) == 0))
     page = page_of(open_pool(group), slot, POW2)
-    reserved = inside & (page >= tl.load(group + _RESERVED_LOW)) & (page <= tl.load(group + _RESERVED_HIGH))
+    reserved = inside & is_reserved(group, page)
     owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=reserved, other=0)
     zero = flag(tl.load(group + _NULL_IS_ZERO) != 0)
     dirty = reserved & (state_of(owner) == _NULL) & ((zero & (found != 0)) | (~zero & (flawed != 0)))
@@ -340,7 +338,7 @@ def close_forward(counters, meta, HEADER: tl.constexpr):
     tl.store(counters + _SCRATCH_TOKENS, forward * 0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def abandon_kernel(counters_at: tl.int64, meta_at: tl.int64, HEADER: tl.constexpr):
     """End a forward that raised."""
     counters = words_at(counters_at)
@@ -372,7 +370,7 @@ def _advance_cursors(counters, meta, regions, count, copy, forward):
         i += 1
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def commit_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_links_at: tl.int64,
     scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, regions_at: tl.int64, region_count: tl.int64,

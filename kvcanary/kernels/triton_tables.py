@@ -19,6 +19,7 @@ _INDEX_SHIFT = tl.constexpr(int(GroupWord.INDEX_SHIFT))
 _ENTRY_STRIDE = tl.constexpr(int(GroupWord.ENTRY_STRIDE))
 _ENTRY_SHIFT = tl.constexpr(int(GroupWord.ENTRY_SHIFT))
 _PAGE_LIMIT = tl.constexpr(int(GroupWord.PAGE_LIMIT))
+_RESERVED = tl.constexpr(int(GroupWord.RESERVED))
 _RING = tl.constexpr(int(GroupWord.RING))
 
 _ENTRIES = tl.constexpr(int(ItemWord.ENTRIES))
@@ -145,6 +146,16 @@ def slot_of_index(pool, index, POW2: tl.constexpr):
     there = (page < num_pages.to(index.dtype)) & (offset < page_size.to(index.dtype))
     slot = page * page_size.to(index.dtype) + offset
     return tl.where(index < 0, index, tl.where(there, slot, OUTSIDE)).to(index.dtype)
+
+
+@triton.jit
+def is_reserved(group, page):
+    """Whether a page may be a trash or null page: whether it lies in one of the two ranges that hold them all."""
+    low0 = tl.load(group + _RESERVED).to(page.dtype)
+    end0 = tl.load(group + _RESERVED + 1).to(page.dtype)
+    low1 = tl.load(group + _RESERVED + 2).to(page.dtype)
+    end1 = tl.load(group + _RESERVED + 3).to(page.dtype)
+    return ((page >= low0) & (page < end0)) | ((page >= low1) & (page < end1))
 
 
 @triton.jit

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemWord
-from kvcanary.kernels.triton_launch import RUNTIME
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_mark import batch_row
 from kvcanary.kernels.triton_tables import (
     index_of_position,
+    is_reserved,
     is_wide,
     open_map,
     open_pool,
@@ -36,8 +37,6 @@ _SWA_WINDOW = tl.constexpr(int(Word.SWA_WINDOW))
 _LINKS = tl.constexpr(GLOBAL_WORDS + VERIFIED + int(Check.LINKS))
 _GROUP_WORDS = tl.constexpr(GROUP_WORDS)
 _OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_RESERVED_LOW = tl.constexpr(int(GroupWord.RESERVED_LOW))
-_RESERVED_HIGH = tl.constexpr(int(GroupWord.RESERVED_HIGH))
 _FIRST = tl.constexpr(int(ItemWord.FIRST))
 _WIDE = tl.constexpr(int(ItemWord.WIDE))
 _TRASH = tl.constexpr(OWNER_TRASH)
@@ -51,7 +50,7 @@ def _slot(group, item, table, p, inside, POW2: tl.constexpr):
     return slot, page_of(pool, tl.maximum(slot, 0), POW2)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def window_kernel(
     counters_at: tl.int64, meta_at: tl.int64, items_at: tl.int64, totals_at: tl.int64, starts: tl.int64,
     contexts: tl.int64, request_rows: tl.int64, num_requests: tl.int64, wide: tl.int64, batch_rows: tl.int64,
@@ -75,14 +74,12 @@ def window_kernel(
     swa_item = words_at(items_at) + swa * _ITEM_ROW
     full_group = meta + (full + 1) * _STATE_ROW
     swa_group = meta + (swa + 1) * _STATE_ROW
-    live, _, _, _, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
+    live, _row, _first, _end, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
     context = tl.where(live, context, 0)
     full_table = open_table(full_group, full_item, b, POW2)
     swa_table = open_table(swa_group, swa_item, b, POW2)
     firsts = tl.load(swa_item + _FIRST)
     first = index_at(firsts, b, is_wide(tl.load(swa_item + _WIDE), _FIRST), firsts != 0)
-    low = tl.load(swa_group + _RESERVED_LOW)
-    high = tl.load(swa_group + _RESERVED_HIGH)
     owners = words_at(tl.load(swa_group + _OWNER_AT))
     lane = tl.arange(0, TILE).to(tl.int64)
     outside = tl.zeros([TILE], tl.int64)
@@ -91,10 +88,10 @@ def window_kernel(
     while start < context:
         p = start + lane
         inside = p < context
-        in_full, _ = _slot(full_group, full_item, full_table, p, inside, POW2)
+        in_full, _page = _slot(full_group, full_item, full_table, p, inside, POW2)
         in_swa, page = _slot(swa_group, swa_item, swa_table, p, inside, POW2)
         mapped = inside & (in_swa >= 0)
-        owner = tl.load(owners + page, mask=mapped & (page >= low) & (page <= high), other=0)
+        owner = tl.load(owners + page, mask=mapped & is_reserved(swa_group, page), other=0)
         mapped = mapped & (state_of(owner) < _TRASH) & (flag(firsts == 0) | (p >= first))
         outside += (inside & (mapped == 0)).to(tl.int64)
         diverging += (mapped & (in_swa != in_full)).to(tl.int64)

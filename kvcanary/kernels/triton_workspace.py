@@ -27,7 +27,7 @@ from kvcanary.kernels.descriptors import (
     powers_of_two,
     state_row,
 )
-from kvcanary.kernels.triton_launch import RUNTIME, Kernel
+from kvcanary.kernels.triton_launch import Kernel, entry
 from kvcanary.kernels.triton_sources import block_words, chunk_rows
 from kvcanary.kernels.triton_words import words_at
 from kvcanary.state import DeviceState
@@ -67,7 +67,7 @@ INTERPRETED = Tuning(programs=2, row_programs=1, small=(16, 16, 1), large=(16, 1
 """For Triton's interpreter, which runs one program after the other and takes its time over each."""
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@entry
 def _describe_kernel(  # type: ignore[no-untyped-def]
     row: tl.int64, w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64,
     w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64,

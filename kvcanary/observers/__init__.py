@@ -21,15 +21,18 @@ __all__ = ["default_folds", "default_sinks", "load_observer"]
 def default_folds(config: CanaryConfig, mailbox: Mailbox) -> list[Fold]:
     """The folds that a configuration switches on, in the order in which they must run.
 
-    Ownership comes first: what it derives is for the violations fold to judge.
+    Ownership comes first: what it derives is for the violations fold to judge, which also asks it for a page's owners.
     """
     from kvcanary.observers.violations import ViolationsFold
 
-    folds: list[Fold] = [ViolationsFold(config.mode, mailbox)]
+    folds: list[Fold] = []
     if config.track_ownership:
         from kvcanary.observers.ownership import OwnershipFold
 
-        folds.insert(0, OwnershipFold())
+        ledger = OwnershipFold()
+        folds += [ledger, ViolationsFold(config.mode, mailbox, ledger.owners)]
+    else:
+        folds.append(ViolationsFold(config.mode, mailbox))
     if config.health_every:
         from kvcanary.observers.health import HealthFold
 

@@ -1,15 +1,16 @@
 """From one violation to words: the likely fault, the evidence for it, and a headline.
 
-Everything is concluded from the violation's own fields, so that a replay says the same. Fields that were withheld
-(token ids, digests) are left out of the text.
+Everything is concluded from the violation's own fields and from the ledger, so that a replay says the same. Fields that
+were withheld (token ids, digests) are left out of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvcanary.events import ViolationDetected
+from kvcanary.observers.ledger import Owner
 
 BITS64 = 1 << 64
 
@@ -38,14 +39,17 @@ def docs_link(kind: str) -> str:
     return f"violations.md#{kind.lower()}"
 
 
-def explain(violation: ViolationDetected) -> Explanation:
-    """The words for a violation that the device, or the finish audit, found."""
+def explain(violation: ViolationDetected, owners: Sequence[Owner] = ()) -> Explanation:
+    """The words for a violation that the device, or the finish audit, found.
+
+    ``owners``: who held its page, newest first, as the ledger has it.
+    """
     words = _EXPLAIN.get(violation.kind, _unknown)(violation)
     headline = (
         f"{violation.kind}: {_place(violation)}: found {words.found}, expected {words.expected}, "
         f"forward {violation.forward}"
     )
-    evidence = (*words.evidence, *_circumstances(violation))
+    evidence = (*words.evidence, *_circumstances(violation), *_history(violation, owners))
     return Explanation(headline, words.cause, evidence, words.found, words.expected)
 
 
@@ -106,6 +110,15 @@ def _circumstances(v: ViolationDetected) -> Iterator[str]:
         yield f"the page is reserved ({v.owner_state})"
     if v.tainted:
         yield "the request already had a wrong digest; this may follow from it"
+
+
+def _history(v: ViolationDetected, owners: Sequence[Owner]) -> Iterator[str]:
+    for owner in owners[:2]:
+        who = f"request {owner.request}" if owner.request else "somebody"
+        if owner.until and owner.until <= v.forward:
+            yield f"{who} held the page from forward {owner.since} until it was taken back for forward {owner.until}"
+        elif (owner.request, owner.since) != (v.owner_request, v.owner_as_of):
+            yield f"{who} holds the page since forward {owner.since}"
 
 
 # --- kinds --------------------------------------------------------------------------------------------------

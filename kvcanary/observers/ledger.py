@@ -7,13 +7,15 @@ is of one generation and ends with it. Pages without an entry are unknown, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import msgspec
+from msgspec.structs import astuple, replace
 
-from kvcanary.events import GroupInfo, RunStarted
+from kvcanary.events import GroupInfo
 
 FREE, HELD, UNKNOWN = 0, 1, 2
 
@@ -90,19 +92,9 @@ class Flight(msgspec.Struct, gc=False, eq=False):
         return f"transfer {self.name} ({'in' if self.inward else 'out'}, {order}, since forward {self.forward})"
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One generation of a page."""
+class Notes(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """What is noted of a page's generation besides its owners."""
 
-    state: int
-    """``FREE``, ``HELD``, or ``UNKNOWN``: only what is noted here is known"""
-    since: int
-    """forward from which it holds"""
-    holders: tuple[Life, ...] = ()
-    """some may have ended; the page then waits, cached, to be evicted"""
-    past: tuple[Owner, ...] = ()
-    """earlier owners, newest first, two at most"""
-    busy: int = 0
-    """last forward in which an earlier owner may touch the page"""
     published: Publication | None = None
     stale: Publication | None = None
     """the prefix index still names an earlier generation"""
@@ -113,16 +105,30 @@ class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
     missing: str = ""
     """request whose write into the page never came"""
 
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but ownership is noted."""
-        return (
-            self.published is None
-            and self.stale is None
-            and not self.flights
-            and not self.intruders
-            and self.failure is None
-        )
+
+NOTHING = Notes()
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One generation of a page."""
+
+    state: int
+    """``FREE``, ``HELD``, or ``UNKNOWN``: only what is noted is known"""
+    since: int
+    """forward from which it holds"""
+    holders: tuple[Life, ...] = ()
+    """some may have ended: the page then waits, cached, to be evicted"""
+    past: tuple[Owner, ...] = ()
+    """earlier owners, newest first, two at most"""
+    busy: int = 0
+    """last forward in which an earlier owner may touch the page"""
+    notes: Notes = NOTHING
+    """:data:`NOTHING` itself when nothing is noted, which is the common case and must stay cheap"""
+
+    def noting(self, **changes: Any) -> Entry:
+        """The entry with other notes."""
+        notes = replace(self.notes, **changes)
+        return replace(self, notes=notes if any(astuple(notes)) else NOTHING)
 
     def live(self) -> tuple[Life, ...]:
         """Holders that have not ended."""
@@ -136,6 +142,19 @@ class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
     def last_owner(self) -> str:
         """The request that had the page before; "" when it is not known."""
         return self.past[0].life.name if self.past else ""
+
+    def left(self, forward: int) -> tuple[tuple[Owner, ...], int]:
+        """Its earlier owners once it is taken from its holders, and the last forward in which these may touch it."""
+        holders = self.holders
+        if not holders:
+            return self.past, self.busy
+        life = holders[0]
+        last = forward
+        if life.ended and life.ended < forward:
+            last = max(one.ended or forward for one in holders)
+        owner = Owner(life, self.since, forward)
+        past = (owner, self.past[0]) if self.past else (owner,)
+        return past, last - 1 if last > self.since else self.busy
 
 
 Span = tuple[int, int, Entry | None]
@@ -192,21 +211,21 @@ class Ledger:
 
     Attributes:
         updates: how often the weights changed.
+        epoch: the last epoch that was told.
         groups: what the run said of its groups.
         flights: transfers under way.
         failed: transfers that failed, the newest ones.
     """
 
-    def __init__(self, groups: Iterable[GroupInfo] = ()) -> None:
+    def __init__(self) -> None:
+        self.begin(())
+
+    def begin(self, groups: Iterable[GroupInfo]) -> None:
+        """A new run."""
         self.groups = {group.name: group for group in groups}
         self.updates = 0
         self.epoch: int | None = None
         self.forget()
-
-    @classmethod
-    def of_run(cls, event: RunStarted) -> Ledger:
-        """The empty books of a run."""
-        return cls(event.groups)
 
     def forget(self) -> None:
         """Facts are missing: every page is unknown from here on."""
@@ -249,6 +268,17 @@ class Ledger:
         life = self._lives.pop(name, None)
         if life is not None:
             life.ended = max(forward, 1)
+
+    def all_spans(self) -> Iterator[tuple[str, int, int, Entry]]:
+        """Every page that is not unknown: a group whose slots it lies in, first page, count, entry."""
+        seen: set[int] = set()
+        for group, space in self._spaces.items():
+            if id(space) in seen or not space.entries:
+                continue
+            seen.add(id(space))
+            for first, count, entry in space.spans(0, len(space.entries)):
+                if entry is not None:
+                    yield group, first, count, entry
 
     def owners(self, group: str, page: int, forward: int) -> tuple[Owner, ...]:
         """Who held a page up to ``forward``, newest first: its holders then, and up to two before them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvcanary.mailbox import Mailbox, Quarantine, Raise
 from kvcanary.observers.base import stamp
 from kvcanary.observers.explain import Explanation, docs_link, explain
 from kvcanary.observers.explain_ownership import explain_ownership
+from kvcanary.observers.ledger import Owner
 
 RECENT_FORWARDS = 256
 """A violation joins an incident whose last one is at most so many forwards older."""
@@ -42,6 +43,13 @@ _CONSEQUENCES = frozenset({"REQUEST_DIGEST", "FINAL_DIGEST"})
 """Kinds that say a request went wrong, whatever did it."""
 
 Finding = ViolationDetected | OwnershipViolated
+
+OwnersOf = Callable[[str, int, int], Sequence[Owner]]
+"""Who held a page of a group up to a forward, newest first."""
+
+
+def _nobody_knows(_group: str, _page: int, _forward: int) -> Sequence[Owner]:
+    return ()
 
 
 @dataclass(slots=True)
@@ -81,7 +89,7 @@ class _Incident:
 
 
 class ViolationsFold:
-    """Groups violations by cause and posts to ``mailbox`` as ``mode`` says.
+    """Groups violations by cause and posts to ``mailbox`` as ``mode`` says. ``owners`` is asked for a page's history.
 
     Two findings have one cause when, within :data:`RECENT_FORWARDS`, they concern the same slot or page of a group,
     or the same request in the same family of kinds; a tainted row's findings, and a wrong digest, belong to whatever
@@ -96,9 +104,10 @@ class ViolationsFold:
     emits: tuple[type[Event], ...] = (IncidentOpened, IncidentUpdated, QuarantineRequested)
     guard = True
 
-    def __init__(self, mode: str, mailbox: Mailbox) -> None:
+    def __init__(self, mode: str, mailbox: Mailbox, owners: OwnersOf = _nobody_knows) -> None:
         self._mode = mode
         self._mailbox = mailbox
+        self._owners = owners
         self.incidents = 0
         self._reset("")
 
@@ -157,7 +166,7 @@ class ViolationsFold:
 
     def _open(self, finding: Finding, incident: _Incident) -> IncidentOpened:
         violation = finding if isinstance(finding, ViolationDetected) else None
-        words = explain_ownership(finding) if isinstance(finding, OwnershipViolated) else explain(finding)
+        words = self._words(finding)
         incident.mark_told()
         opened = IncidentOpened(
             **stamp(finding, self.name),
@@ -177,6 +186,11 @@ class ViolationsFold:
             self._raised = True
             self._mailbox.post(Raise(_error(finding, words, opened)))
         return opened
+
+    def _words(self, finding: Finding) -> Explanation:
+        if isinstance(finding, OwnershipViolated):
+            return explain_ownership(finding)
+        return explain(finding, self._owners(finding.group, finding.page, finding.forward))
 
     def _update(self, source: Event, incident: _Incident) -> IncidentUpdated:
         incident.mark_told()

@@ -9,23 +9,38 @@ import pytest
 import torch
 from cyclopts import App
 
+from kvcanary.bus import Bus
 from kvcanary.cli import bench as command
 from kvcanary.cli.bench import bench, exit_status
-from kvcanary.cli.benches import growth, plot, running, workload
+from kvcanary.cli.benches import growth, plot, running, stream, workload
 from kvcanary.cli.benches.ceiling import read_ceiling
 from kvcanary.cli.benches.detect import measure as measure_detection
 from kvcanary.cli.benches.engine_loop import FINISH_EVERY, EngineLoop
+from kvcanary.cli.benches.engine_thread import STEPS
 from kvcanary.cli.benches.pool import make_pool
 from kvcanary.cli.benches.reading import read_all
 from kvcanary.cli.benches.rows import ROWS, BenchError, Measured, Row, choose
 from kvcanary.cli.benches.running import Outcome, Setting, run
+from kvcanary.cli.benches.stream import make_events, make_started
 from kvcanary.cli.benches.timing import make_timer
 from kvcanary.cli.benches.traffic import Addressing, Traffic
 from kvcanary.cli.benches.workload import Shape, Workload, make_workload, read_counts
+from kvcanary.config import CanaryConfig
 from kvcanary.errors import ConfigError
-from kvcanary.events import IncidentOpened, RequestsFinished, ViolationDetected
+from kvcanary.events import (
+    HealthChecked,
+    IncidentOpened,
+    KernelStalled,
+    ObserverFailed,
+    OwnershipViolated,
+    RequestsFinished,
+    StatsReported,
+    ViolationDetected,
+)
 from kvcanary.kernels import FactOp, load_kernels
 from kvcanary.layout import DEFAULT_PART
+from kvcanary.mailbox import Mailbox
+from kvcanary.observers import default_folds
 from kvcanary.record import make_keys
 from kvcanary.state import DeviceState, Limits, Word
 from kvcanary.testing import EventRecorder
@@ -335,6 +350,42 @@ def test_a_fingerprint_that_overlooks_a_change_is_counted_as_missed(
     monkeypatch.setattr(workload, "load_kernels", lambda *_: kernels)
     measured = measure_detection(rehearsal, "missed_changes.fingerprint_100k")
     assert measured.value == 2, "one in each of the two batches"
+
+
+# --- the stream ---------------------------------------------------------------------------------------------
+
+
+def test_the_events_of_the_stream_rows_are_traffic_without_a_fault() -> None:
+    bus = Bus(default_folds(CanaryConfig(mode="log"), Mailbox()))
+    out = [*bus.begin_run(make_started()), *bus.publish(make_events(3000))]
+    wrong = (IncidentOpened, OwnershipViolated, KernelStalled, ObserverFailed)
+    assert [event for event in out if isinstance(event, wrong)] == []
+    assert sum(isinstance(event, StatsReported) for event in out) >= 3
+    assert all(event.healthy for event in out if isinstance(event, HealthChecked))
+
+
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.bench == "stream"])
+def test_every_event_reaches_the_sink_that_is_measured(name: str, rehearsal: Setting) -> None:
+    (outcome,) = run(choose([name]), rehearsal)
+    assert outcome.reason == ""
+    assert outcome.measured is not None
+    assert outcome.measured.value > 0
+
+
+def test_a_sink_that_loses_events_makes_the_figure_worthless(
+    rehearsal: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream.CountingSink, "handle_batch", lambda _sink, _events: 1 / 0)
+    (outcome,) = run(choose(["events_per_s.batch_sink"]), rehearsal)
+    assert outcome.failed
+    assert "the sink took" in outcome.reason
+
+
+def test_the_engine_thread_row_publishes_what_its_engine_records(rehearsal: Setting) -> None:
+    (outcome,) = run(choose(["engine_thread_loss_percent"]), rehearsal)
+    assert outcome.reason == ""
+    assert outcome.measured is not None
+    assert outcome.measured.details["events"] > 4 * STEPS
 
 
 # --- growth -------------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from kvcanary.cli.models import Prompts, make_manager, make_model
 
@@ -43,6 +41,7 @@ def lines_of_code(name: str) -> int:
 
 @pytest.fixture
 def manager() -> Iterator[Any]:
+    torch.set_num_threads(1)
     made = make_manager(make_model("full"))
     yield made
     if made.is_running():
@@ -109,26 +108,15 @@ def test_json_logs_take_at_most_6_lines_and_hold_the_incident(manager: Any, tmp_
     assert opened[0]["level"] == "error"
 
 
-PROGRAM = """
-import sys
-sys.path[:0] = {paths!r}
-from json_logs_from_environment import serve
-from kvcanary.cli.models import make_manager, make_model
-from tests.examples.test_examples import answer
-manager = make_manager(make_model("full"))
-assert len(serve(manager, answer)) == 8
-manager.stop(block=True)
-"""
-
-
 @pytest.mark.parametrize("mode", ["log", "off"])
-def test_the_environment_alone_switches_json_logs_on_and_off(mode: str, tmp_path: Path) -> None:
+def test_the_environment_alone_switches_json_logs_on_and_off(
+    mode: str, manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert lines_of_code("json_logs_from_environment") <= 6
-    program = PROGRAM.format(paths=[str(EXAMPLES), str(EXAMPLES.parents[1])])
-    settings = {key: value for key, value in os.environ.items() if not key.startswith("KVCANARY_")}
-    settings |= {"KVCANARY_MODE": mode, "KVCANARY_LOG": "kv.jsonl", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=settings, timeout=100)
-    log = tmp_path / "kv.jsonl"
+    log = tmp_path / "kvcanary.jsonl"
+    monkeypatch.setenv("KVCANARY_MODE", mode)
+    monkeypatch.setenv("KVCANARY_LOG", str(log))
+    assert len(load("json_logs_from_environment").serve(manager, answer)) == 8
     if mode == "off":
         assert not log.exists()
         return
@@ -187,4 +175,3 @@ def test_a_handler_that_blocks_the_server_does_not_delay_the_watch(
             release.set()
             handler.join(DEADLINE_S)
         assert answers == ["released"]
-

@@ -12,7 +12,9 @@ STALE = Injection(fault=fault("stale-slot"), forward=7, requests=("a", "b"))
 
 
 def incident(**fields: object) -> IncidentOpened:
-    return IncidentOpened(**{"incident": "1", "headline": "", "forward": 7, "kind": "TABLE_MISMATCH", "requests": ("b",)} | fields)  # type: ignore[arg-type]
+    return IncidentOpened(
+        **{"incident": "1", "headline": "", "forward": 7, "kind": "TABLE_MISMATCH", "requests": ("b",)} | fields
+    )  # type: ignore[arg-type]
 
 
 def test_every_fault_can_be_done_on_transformers() -> None:
@@ -33,13 +35,20 @@ def test_an_incident_of_the_expected_kind_in_time_and_with_a_hit_request_names_t
     assert STALE.named_by(incident())
 
 
-@pytest.mark.parametrize("fields", [{"kind": "CONTENT"}, {"forward": 8}, {"forward": 6}, {"requests": ("c",)}, {"requests": ()}])
+@pytest.mark.parametrize(
+    "fields", [{"kind": "CONTENT"}, {"forward": 8}, {"forward": 6}, {"requests": ("c",)}, {"requests": ()}]
+)
 def test_another_kind_another_forward_or_another_request_does_not_name_it(fields: dict[str, object]) -> None:
     assert not STALE.named_by(incident(**fields))
 
 
 def test_an_older_incident_that_grows_by_an_expected_kind_names_it_too() -> None:
     grown = IncidentUpdated(
-        incident="1", kind="CONTENT", headline="", kinds={"CONTENT": 1, "TABLE_MISMATCH": 1}, requests=("x", "a"), forward=7
+        incident="1",
+        kind="CONTENT",
+        headline="",
+        kinds={"CONTENT": 1, "TABLE_MISMATCH": 1},
+        requests=("x", "a"),
+        forward=7,
     )
     assert STALE.named_by(grown)

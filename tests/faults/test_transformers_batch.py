@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,12 @@ def requests(*lengths: tuple[int, int]) -> Any:
     rows = [
         SimpleNamespace(
             state=SimpleNamespace(
-                request_id=f"r{i}", position_offset=old + new, max_new_tokens=50, generated_len=lambda: 10
+                request_id=f"r{i}",
+                position_offset=old + new,
+                max_new_tokens=50,
+                generated_len=lambda: 10,
+                initial_tokens=[i] * old,
+                generated_tokens=[50] * new,
             ),
             query_length=new,
         )
@@ -72,9 +78,14 @@ def blocks() -> tuple[Batch, torch.Tensor]:
 @pytest.fixture
 def flat() -> tuple[Batch, dict[str, Any]]:
     """The same rows with index lists; a third row prefills."""
-    read = torch.tensor([3 * STRIDE + i for i in range(4)] + [5 * STRIDE + i for i in range(3)]
-                        + [7 * STRIDE + i for i in range(4)] + [9 * STRIDE + i for i in range(4)]
-                        + [11 * STRIDE + i for i in range(2)] + [13 * STRIDE, 13 * STRIDE + 1])
+    read = torch.tensor(
+        [3 * STRIDE + i for i in range(4)]
+        + [5 * STRIDE + i for i in range(3)]
+        + [7 * STRIDE + i for i in range(4)]
+        + [9 * STRIDE + i for i in range(4)]
+        + [11 * STRIDE + i for i in range(2)]
+        + [13 * STRIDE, 13 * STRIDE + 1]
+    )
     write = torch.tensor([5 * STRIDE + 2, 11 * STRIDE + 1, 13 * STRIDE, 13 * STRIDE + 1])
     lengths = (6, 1), (9, 1), (0, 2)
     data = inputs(*lengths, write_index=[write], read_index=[read])
@@ -137,6 +148,15 @@ def test_pages_are_swapped_in_a_flat_table(flat: tuple[Batch, dict[str, Any]]) -
     assert (data["read_index"][0] // STRIDE).tolist() == [7] * 4 + [5] * 3 + [3] * 4 + [9] * 4 + [11] * 2 + [13] * 2
 
 
+def test_copies_of_a_common_prefix_are_not_swapped(flat: tuple[Batch, dict[str, Any]]) -> None:
+    batch, data = flat
+    before = data["read_index"][0].clone()
+    alike = dataclasses.replace(batch, rows=tuple(dataclasses.replace(row, tokens=(1,) * 20) for row in batch.rows))
+    assert OPERATIONS["swapped-pages"](alike, random.Random(0), None) is None
+    assert OPERATIONS["foreign-table"](alike, random.Random(0), None) is None
+    assert torch.equal(data["read_index"][0], before)
+
+
 def test_a_stale_slot_is_that_of_the_step_before(flat: tuple[Batch, dict[str, Any]]) -> None:
     batch, data = flat
     hit = OPERATIONS["stale-slot"](batch, random.Random(0), None)
@@ -166,6 +186,8 @@ def test_one_bit_of_a_live_token_flips_and_no_other(flat: tuple[Batch, dict[str,
 
 @pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"stalled-kernel"}))
 def test_nothing_is_broken_while_nobody_decodes(name: str) -> None:
-    data = inputs((0, 3), write_index=[torch.zeros(3, dtype=torch.int64)], read_index=[torch.zeros(0, dtype=torch.int64)])
+    data = inputs(
+        (0, 3), write_index=[torch.zeros(3, dtype=torch.int64)], read_index=[torch.zeros(0, dtype=torch.int64)]
+    )
     batch = read_batch(data, requests((0, 3)), make_canary())
     assert OPERATIONS[name](batch, random.Random(0), None) is None

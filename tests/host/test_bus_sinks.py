@@ -152,7 +152,7 @@ def test_who_subscribes_between_runs_waits_for_the_next(bus: Bus) -> None:
 
 
 def test_a_thread_that_subscribes_during_publishing_gets_a_gapless_tail(bus: Bus) -> None:
-    sinks = [Collector(name=f"s{n}") for n in range(20)]
+    sinks = [Collector(name=f"s{n}", queue=1 << 20) for n in range(20)]
     bus.begin_run(started())
 
     def subscribe() -> None:

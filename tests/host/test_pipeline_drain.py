@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import anyio
 import pytest
 
+from kvcanary import pipeline
 from kvcanary.bus import Bus
 from kvcanary.delivery import SinkReport
 from kvcanary.errors import CanaryStalledError
@@ -178,6 +179,36 @@ def test_an_idle_drain_is_woken_and_an_awake_one_is_not_disturbed(rig: Rig, monk
     assert len(roused) <= 2
 
 
+def test_a_sleeping_drain_need_not_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "IDLE_SECONDS", 100 * SOON)
+    rig = Rig()
+    for _ in range(200):
+        rig.source.ready.append(HazardCounted(hazard="x", count=1))
+        assert rig.drain.flush(SOON)
+    assert rig.drain.stop(SOON).clean
+    assert len(rig.sink.of(HazardCounted)) == 200
+
+
+def test_what_comes_between_a_look_and_falling_asleep_is_not_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "IDLE_SECONDS", 100 * SOON)
+
+    class Late(Queue):
+        def collect(self) -> list[Event]:
+            events = super().collect()
+            if not events:
+                self.ready.append(HazardCounted(hazard="late", count=self.collected))
+                drain.wake()
+            return events if self.collected < 50 else []
+
+    source, bus, sink = Late(), Bus(), Everything()
+    bus.subscribe(sink)
+    drain = Drain(source, bus)
+    source.runs.append(started())
+    drain.start()
+    sink.wait_for(HazardCounted, 10)
+    drain.stop(1.0)
+
+
 def test_waking_from_many_threads_loses_nothing(rig: Rig) -> None:
     def produce() -> None:
         for _ in range(200):
@@ -243,6 +274,7 @@ def test_a_sinks_crash_is_published_without_anything_else_happening(rig: Rig) ->
 
 def test_a_new_run_follows_the_old_ones_last_event_and_is_numbered_anew(rig: Rig) -> None:
     rig.source.ready.append(HazardCounted(hazard="old", count=1))
+    assert rig.drain.flush(SOON)
     rig.source.runs.append(started("second"))
     rig.drain.wake()
     rig.sink.wait_for(RunStarted, 2)
@@ -586,6 +618,7 @@ def test_whatever_the_schedule_the_stream_is_gapless_and_a_launch_precedes_its_s
     for run in range(2):
         log.new_run()
         source.runs.append(started(str(run)))
+        assert drain.flush(SOON)
         for forward in range(1, forwards + 1):
             for _ in range(chance.randrange(4)):
                 log.pages("free", "full", f"r{forward}", [chance.randrange(100)])

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
+from kvcanary.batch import ForwardBatch, PageTable
 from kvcanary.kernels import DeviceFact, FactOp, Kernels
 from kvcanary.layout import KVSource
 from kvcanary.record import Keys, make_keys, prefix_digest
@@ -66,10 +66,20 @@ def state_tensors(state: DeviceState) -> dict[str, torch.Tensor]:
     """Every tensor of a state by name; groups that share a space appear once."""
     tensors = {
         name: getattr(state, name)
-        for name in (
-            "counters rows history scratch_slots scratch_links scratch_rows scratch_batch suspects headers violations "
-            "outbox acked"
-        ).split()
+        for name in [
+            "counters",
+            "rows",
+            "history",
+            "scratch_slots",
+            "scratch_links",
+            "scratch_rows",
+            "scratch_batch",
+            "suspects",
+            "headers",
+            "violations",
+            "outbox",
+            "acked",
+        ]
     }
     for space in sorted(set(state.layout.spaces)):
         for name in ("links", "seals", "owner"):
@@ -154,7 +164,7 @@ class World:
         """Random traffic: some requests end, some begin, most go on."""
         facts: list[DeviceFact] = []
         for request in list(self.requests):
-            if self.rng.random() < 0.08:
+            if self.rng.random() < 0.08 or self._is_short_of_pages(max_new, rows):
                 facts += self.finish(request)
         while len(self.requests) < rows and (not self.requests or self.rng.random() < 0.5):
             facts += self.fork() if self.rng.random() < 0.4 else self.admit()[1]
@@ -242,6 +252,13 @@ class World:
 
     # --- pages ----------------------------------------------------------------------------------------------
 
+    def _is_short_of_pages(self, max_new: int, rows: int) -> bool:
+        """Whether the next step could run out of pages, were every row to take as many tokens as it may."""
+        return any(
+            len(pages) < rows * (-(-max_new // self.specs[space].page_size) + 1)
+            for space, pages in self.free_pages.items()
+        )
+
     def _space(self, name: str) -> int:
         return self.layout.spaces[self.layout.index(name)]
 
@@ -301,9 +318,8 @@ class World:
         """Where the next forward starts: mostly the end, sometimes a few tokens back (rejected drafts)."""
         limits = [spec.max_rewind for spec in self.specs if spec.max_rewind is not None]
         back = min([3, request.length, *limits])
-        floor = 0 if request.pending_anchor is None else request.pending_anchor
-        written = request.length - min((len(p) - p[::-1].index(None) for p in request.pages if None in p), default=0)
-        if self.rng.random() < 0.15 and written > 8 and request.length - back > floor + 8:
+        floor = 8 if request.pending_anchor is None else request.pending_anchor + 8
+        if self.rng.random() < 0.15 and request.length - back > floor:
             return request.length - self.rng.randint(0, back)
         return request.length
 
@@ -344,10 +360,10 @@ class World:
             starts.append(len(ids))
         tail = self.pick((0, 0, 3))
         for column, filler in ((ids, 9), (salts, 0), (positions, 0), (expected, -1)):
-            column += [filler] * tail
+            column.extend([filler] * tail)
         request_rows = [row[0].row if row else -1 for row in rows]
         if counted:
-            request_rows = [value if value >= 0 else 0 for value in request_rows]
+            request_rows = [max(value, 0) for value in request_rows]
         last = [self._last_id(row) for row in rows]
         groups, writes = build_groups(self, rows, starts, len(ids))
         wide = self.pick((torch.int32, torch.int64))

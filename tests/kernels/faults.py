@@ -23,7 +23,9 @@ def _live_slots(world: World, step: Step) -> list[tuple[int, int]]:
     found = []
     for request, context, _ in step.scheduled:
         for g in range(len(world.specs)):
-            found += [(g, slot) for p in range(max(0, context - 15), context) if (slot := world.slot(request, g, p)) >= 0]
+            found += [
+                (g, slot) for p in range(max(0, context - 15), context) if (slot := world.slot(request, g, p)) >= 0
+            ]
     return found
 
 

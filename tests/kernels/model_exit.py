@@ -8,7 +8,7 @@ import torch
 
 from kvcanary import record
 from kvcanary.batch import ForwardBatch
-from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.kernels import DeviceFact
 from kvcanary.record import MASK32, Kind, SealFlag, signed, writer_word
 from kvcanary.state import (
     HISTORY,
@@ -30,7 +30,8 @@ from kvcanary.state import (
     Word,
     group_base,
 )
-from tests.kernels.model import EntryModel, position_of
+from tests.kernels.model import position_of
+from tests.kernels.model_entry import EntryModel
 
 SUSPECT, CONTENT = int(SealFlag.SUSPECT) << 56, int(SealFlag.CONTENT) << 56
 
@@ -43,13 +44,13 @@ class Model(EntryModel):
         if scrub_bytes > 0:
             self.counters[Word.LAUNCHES + Role.SCRUB] += 1
         if armed:
+            if scrub_bytes > 0:  # first: the tokens of this forward have no seal yet
+                self._scrub_queue()
+                self._scrub_spaces(scrub_bytes)
             for g, space in enumerate(self.layout.spaces):
                 parts = self.layout.groups[space].parts
                 if part in parts:
                     self._seal_group(g, parts.index(part), part, nonfinite=nonfinite)
-            if scrub_bytes > 0:
-                self._scrub_queue()
-                self._scrub_spaces(scrub_bytes)
             if last:
                 self._commit()
         if last:
@@ -81,9 +82,7 @@ class Model(EntryModel):
                     found.append((t, slot))
         for t, slot in found:
             p = position_of(self.scratch_links[t][0])
-            self.report(
-                Kind.NONFINITE, Role.SEAL, g, self.scratch_rows[t], slot, part=number, position_expected=p
-            )
+            self.report(Kind.NONFINITE, Role.SEAL, g, self.scratch_rows[t], slot, part=number, position_expected=p)
 
     # --- scrub ----------------------------------------------------------------------------------------------
 
@@ -103,9 +102,7 @@ class Model(EntryModel):
 
     def suspected(self, words: Sequence[int]) -> list[tuple[int, bool]]:
         """Which queue entries are suspects now, before any of them is looked at."""
-        return [
-            (w, bool(self.seals[w >> 48 & 0xFF][w >> 56][w & ((1 << 48) - 1)][1] & SUSPECT)) for w in words
-        ]
+        return [(w, bool(self.seals[w >> 48 & 0xFF][w >> 56][w & ((1 << 48) - 1)][1] & SUSPECT)) for w in words]
 
     def _look_again(self, space: int, part: int, slot: int, suspected: dict[int, bool]) -> None:
         seal = self.seals[space][part][slot]
@@ -257,7 +254,12 @@ class Model(EntryModel):
             place = page // group.arena.pages_per_arena_page
             if holders[place] != space + 1:
                 for g, other in enumerate(self.layout.groups):
-                    if g != space and self.layout.spaces[g] == g and other.arena and other.arena.name == group.arena.name:
+                    if (
+                        g != space
+                        and self.layout.spaces[g] == g
+                        and other.arena
+                        and other.arena.name == group.arena.name
+                    ):
                         per = other.arena.pages_per_arena_page
                         overlaid = [p for p in range(place * per, (place + 1) * per) if p < other.num_pages]
                         self._wipe(g, [p * other.page_size + i for p in overlaid for i in range(other.page_size)])
@@ -322,7 +324,10 @@ class Model(EntryModel):
             for slot in self._slots(fact):
                 if self.links[space][slot] != [0, 0]:
                     tag = record.parse_writer(self.seals[space][number][slot][1]).tag
-                    self.seals[space][number][slot] = [self.fingerprint(space, part, slot), writer_word(self.forward, tag)]
+                    self.seals[space][number][slot] = [
+                        self.fingerprint(space, part, slot),
+                        writer_word(self.forward, tag),
+                    ]
 
     def _base(self, fact: DeviceFact, digest: int) -> None:
         words = self.rows[fact.row]

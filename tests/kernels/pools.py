@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,7 +26,7 @@ class GroupSpec:
     pages: int = 24
     shape: str = "nhd"
     dtype: torch.dtype = torch.bfloat16
-    unit: str | None = "page"
+    unit: Literal["slot", "page"] | None = "page"
     flat: bool = False
     mapping: bool = True
     offset: bool = False
@@ -105,9 +106,7 @@ def make_sources(spec: GroupSpec, shape: str, device: str, part: str) -> tuple[K
         return (KVSource.from_view(f"{part}.k", view, layer=5, first_head=2, part=part),)
     if shape == "packed":
         both = torch.randn(pages, 2, size, 2, 4, device=device).to(dtype)
-        return tuple(
-            KVSource.from_view(f"{part}.{c}", both[:, i], component=c, part=part) for i, c in enumerate("kv")
-        )
+        return tuple(KVSource.from_view(f"{part}.{c}", both[:, i], component=c, part=part) for i, c in enumerate("kv"))
     if shape == "latent":
         return _latent(pages, size, device, part)
     if shape == "odd":
@@ -124,10 +123,10 @@ def _latent(pages: int, size: int, device: str, part: str) -> tuple[KVSource, ..
     """584 bytes a token in pages that end with padding, as sparse latent caches have, and a two-byte companion."""
     page_bytes = size * 584 + 8
     raw = torch.randint(0, 256, (pages, page_bytes), dtype=torch.uint8, device=device)
-    data = KVSource(f"{part}.latent", raw, pages, size, page_bytes, 576, (Run(0, 576, 0),), component="latent", part=part)
-    scale = KVSource(
-        f"{part}.scale", raw[0, size * 576 :], pages, size, page_bytes, 8, (Run(0, 8, 0),), component="scale", part=part
-    )
+    rows, scales = raw, raw[0, size * 576 :]
+    shape = (pages, size, page_bytes)
+    data = KVSource(f"{part}.latent", rows, *shape, 576, (Run(0, 576, 0),), component="latent", part=part)
+    scale = KVSource(f"{part}.scale", scales, *shape, 8, (Run(0, 8, 0),), component="scale", part=part)
     companion = torch.rand(pages, size, 1, device=device).to(torch.float16)
     return data, scale, KVSource.from_view(f"{part}.gate", companion, component="gate", part=part)
 
@@ -190,11 +189,11 @@ def _random_spec(rng: random.Random) -> GroupSpec:
     window = 24 if ring else rng.choice((None, None, 20, 70))
     if rng.random() < 0.08:
         size, ring, window = 1, 1, None
-    unit = rng.choice(("page", "page", "page", "slot", "slot", None))
+    unit: Literal["slot", "page"] | None = rng.choice(("page", "page", "page", "slot", "slot", None))
     flat = ring is None and rng.random() < 0.35
     return GroupSpec(
         page_size=size,
-        pages=-(-1000 // size) + 6,
+        pages=-(-700 // size) + 16,
         shape=rng.choice(SHAPES),
         dtype=rng.choice((torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)),
         unit=unit,

@@ -12,8 +12,6 @@ from kvcanary.batch import GroupBatch, PageTable
 if TYPE_CHECKING:
     from tests.kernels.cases import Request, World
 
-Row = "tuple[Request, int, int] | None"
-
 
 def build_groups(
     world: World, rows: Sequence[tuple[Request, int, int] | None], starts: Sequence[int], tokens: int
@@ -23,9 +21,7 @@ def build_groups(
     for g in range(len(world.specs)):
         written = _written(world, g, rows)
         mapping = _mapping(world, g, rows, starts, tokens) if world.specs[g].mapping else None
-        items.append(
-            GroupBatch(slot_mapping=mapping, table=_table(world, g, rows), translation=_translation(world, g))
-        )
+        items.append(GroupBatch(slot_mapping=mapping, table=_table(world, g, rows), translation=_translation(world, g)))
         writes.append(written)
     return tuple(items), writes
 
@@ -74,7 +70,6 @@ def _table(world: World, g: int, rows: Sequence[tuple[Request, int, int] | None]
     fields: dict[str, torch.Tensor] = {}
     if spec.offset:
         fields["first_position"] = world.tensor(firsts, dtype)
-    unit = "page" if spec.unit == "page" else "slot"
     if spec.flat:
         offsets = [0]
         for entries in lists:
@@ -82,7 +77,7 @@ def _table(world: World, g: int, rows: Sequence[tuple[Request, int, int] | None]
         flat = [e for entries in lists for e in entries]
         return PageTable(
             entries=world.tensor([*flat, 999_999], dtype),
-            unit=unit,
+            unit=spec.unit,
             row_offsets=world.tensor(offsets, dtype),
             covers_new=spec.covers_new,
             **fields,
@@ -97,7 +92,7 @@ def _table(world: World, g: int, rows: Sequence[tuple[Request, int, int] | None]
         grid[order[b], : len(entries)] = torch.tensor(entries, dtype=dtype)
     # A slice of a wider table, so that rows are not contiguous.
     view = grid.to(world.device)[:, :width]
-    return PageTable(entries=view, unit=unit, covers_new=spec.covers_new, **fields)
+    return PageTable(entries=view, unit=spec.unit, covers_new=spec.covers_new, **fields)
 
 
 def _first(world: World, g: int, row: tuple[Request, int, int] | None) -> int:

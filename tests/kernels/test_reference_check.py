@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcanary.kernels import FactOp
-from kvcanary.record import Kind, mix, parse_writer
-from kvcanary.state import NUM_KINDS, Check, Reason, Role, RowWord, Word
+from kvcanary.record import NUM_KINDS, Kind, mix, parse_writer
+from kvcanary.state import Check, Reason, Role, RowWord, Word
 from tests.kernels.cases import LIMITS, table_of, with_group
 from tests.kernels.pools import GroupSpec
 from tests.kernels.rig import PLAIN, Rig, names
@@ -152,6 +152,17 @@ def test_only_the_lowest_missing_position_of_a_row_is_reported() -> None:
     assert rig.repeats() == 0
 
 
+def test_every_row_that_misses_something_is_reported() -> None:
+    rig = Rig(FREE)
+    one, two = rig.request(9), rig.request(9)
+    step = rig.plan((one, 9, 1), (two, 9, 1))
+    table_of(step.batch, 0).entries[:, [3, 5]] = -1
+    assert [(v.name, v.row, v.position_expected) for v in rig.run(step)] == [
+        ("WINDOW", one.row, 3),
+        ("WINDOW", two.row, 3),
+    ]
+
+
 @pytest.mark.parametrize("page", [0, 1])
 def test_a_required_position_in_a_reserved_page_is_missing(page: int) -> None:
     rig = Rig(replace(PLAIN, trash=True, null=True))
@@ -269,7 +280,7 @@ def test_over_capacity_everything_has_its_turn() -> None:
     for position in (3, 120, 267):
         rig.state.groups[0].links[rig.slot(request, position)] = 0
     seen = set()
-    for _ in range(-(-268 // 32) + 1):
+    for _ in range(268 // 4):
         seen |= {v.position_expected for v in rig.step((request, 300, 0)) if v.name == "UNWRITTEN"}
     assert seen == {3, 120, 267}
 

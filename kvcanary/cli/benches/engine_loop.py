@@ -15,6 +15,7 @@ from kvcanary.cli.benches.running import Setting
 from kvcanary.cli.benches.timing import replayable, synchronize
 from kvcanary.cli.benches.workload import VOCABULARY, read_counts
 from kvcanary.config import CanaryConfig
+from kvcanary.events import Event, IncidentOpened, KernelStalled
 from kvcanary.observers.base import Observer
 
 PAGE = 16
@@ -29,7 +30,22 @@ GROUP = "full"
 class _Live:
     name: str
     tokens: list[int]
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list[int])
+    published: list[int] = field(default_factory=list[int])
+
+
+class _Alarms:
+    """Everything that is reported, all of it false."""
+
+    name = "bench.alarms"
+    interests: tuple[type[Event], ...] = (IncidentOpened, KernelStalled)
+
+    def __init__(self) -> None:
+        self.headlines: list[str] = []
+
+    def handle(self, event: Event) -> None:
+        """Keep one event in words."""
+        self.headlines.append(event.headline if isinstance(event, IncidentOpened) else str(event))
 
 
 class EngineLoop:
@@ -48,7 +64,8 @@ class EngineLoop:
         pool = make_pool(POOL_GIB, setting)
         slots = slots_of(POOL_GIB, setting)
         config = CanaryConfig(mode="log", scrub_mib_per_step=0.01 if setting.rehearse else 32)
-        self.canary = Canary(config, observers=observers)
+        self._alarms = _Alarms()
+        self.canary = Canary(config, observers=[self._alarms, *observers])
         layout = pool.layout(slots, PAGE)
         self.canary.bind(layout, max_tokens=self._rows * context, max_batch_rows=self._rows, max_rows=self._rows)
         self.canary.start()
@@ -90,6 +107,7 @@ class EngineLoop:
                 changed.append((row, len(request.pages), page))
                 facts.append(_call(self.canary.alloc, GROUP, request.name, [page]))
                 if request.pages:
+                    request.published.append(request.pages[-1])
                     facts.append(_call(self.canary.publish, GROUP, [request.pages[-1]], request.name))
                 request.pages.append(page)
             request.tokens.append(token)
@@ -118,6 +136,10 @@ class EngineLoop:
         synchronize(self._setting.device)
         counts = read_counts(self.canary.state)
         self.canary.stop()
+        if self._alarms.headlines:
+            raise BenchError(
+                f"{len(self._alarms.headlines)} reports on clean data, the first: {self._alarms.headlines[0]}"
+            )
         if counts.reported or counts.links == 0:
             raise BenchError(
                 f"{counts.reported} violations on clean data ({counts.kinds}), {counts.links} links verified"
@@ -171,7 +193,9 @@ class EngineLoop:
         self._finished += 1
         new = self._live[row] = _Live(f"{old.name.partition('.')[0]}.{self._finished}", [])
         self._free[:0] = old.pages
+        evict = [_call(self.canary.evict, GROUP, old.published)] if old.published else []
         return [
+            *evict,
             _call(self.canary.finish, old.name, tokens=old.tokens, length=len(old.tokens)),
             _call(self.canary.free, GROUP, old.pages, old.name),
             # The row that just became free is the only one, so the newcomer takes it.

@@ -89,7 +89,7 @@ def _never_waits(setting: Setting, name: str) -> Measured:
     returned = time.perf_counter() - began
     synchronize(setting.device)
     done = time.perf_counter() - began
-    loop.canary.stop()
+    loop.close()
     return Measured(
         name=name,
         value=1000 * returned,

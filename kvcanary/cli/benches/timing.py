@@ -106,7 +106,8 @@ def capture(call: Call, *, times: int = 1) -> Any:
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may ask their events meanwhile: a canary's drain does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(times):
             call()
     return graph
