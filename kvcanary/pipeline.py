@@ -28,7 +28,7 @@ from kvcanary.errors import CanaryStalledError, ConfigError
 from kvcanary.events import Event, EventsDropped, RunStarted, Ticked
 
 POLL_SECONDS = 0.001
-"""Between looks while forwards are in flight; half of it right after something came."""
+"""Between looks while forwards are in flight. Loops wait for whole milliseconds, so less would be no less."""
 IDLE_SECONDS = 0.05
 """Between looks otherwise; :meth:`Drain.wake` ends it early."""
 TICK_SECONDS = 1.0
@@ -250,9 +250,7 @@ class Drain:
             self._fail(error)
         for passed in flushes:
             passed.set()
-        if busy:
-            return POLL_SECONDS / 2
-        return POLL_SECONDS if in_flight else IDLE_SECONDS
+        return POLL_SECONDS if busy or in_flight else IDLE_SECONDS
 
     def _read(self) -> bool:
         started = self._source.next_run()
@@ -308,7 +306,7 @@ class Drain:
         deadline = stopping.deadline
         self._pass()
         while not (quiet := self._pass() >= IDLE_SECONDS) and time.monotonic() < deadline.at(_READ_SHARE):
-            time.sleep(POLL_SECONDS / 2)
+            time.sleep(POLL_SECONDS)
         clean = quiet and not self._failure
         reason = self._failure or ("stopped" if clean else "stopped before the last forwards were done")
         self._bus.flush(deadline.at(_FLUSH_SHARE), own_thread=stopping.caller)

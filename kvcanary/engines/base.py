@@ -23,7 +23,20 @@ _BUILT_IN = ("kvcanary.engines.transformers:TransformersAdapter",)
 _MARK = "_kvcanary_watched"
 
 FACTS = frozenset(
-    {"admit", "finish", "preempt", "rewind", "alloc", "free", "publish", "evict", "reuse", "move", "transfer", "weights"}
+    {
+        "admit",
+        "finish",
+        "preempt",
+        "rewind",
+        "alloc",
+        "free",
+        "publish",
+        "evict",
+        "reuse",
+        "move",
+        "transfer",
+        "weights",
+    }
 )
 """Facts that an adapter may deliver."""
 
@@ -118,7 +131,9 @@ def _adapters() -> Iterator[Adapter]:
 def _checked(found: object, where: str) -> Adapter:
     if isinstance(found, Adapter):
         return found
-    raise ConfigError(f"{where} makes a {type(found).__qualname__}, which lacks name, facts, matches or attach of an adapter")
+    raise ConfigError(
+        f"{where} makes a {type(found).__qualname__}, which lacks name, facts, matches or attach of an adapter"
+    )
 
 
 class Patches:

@@ -167,6 +167,8 @@ class RegionWord(IntEnum):
     """address of one sum an item, zero between launches"""
     FLAGS = 12
     """address of one word an item: not zero when a value was not finite"""
+    WRITERS = 13
+    """address of one word an item: its writer word before this launch sealed anything"""
 
 
 class RegionKind(IntEnum):

@@ -40,7 +40,8 @@ class BatchRows:
         self.context = batch.context_lens.to(torch.int64)
         self.starts = batch.query_start_loc.to(torch.int64).clamp(0, batch.num_tokens)
         low, self.high = self.words[:, RowWord.LOW], self.words[:, RowWord.HIGH]
-        self.held = (low <= self.context).logical_and_(self.context <= self.high).logical_and_(self.high >= 0)
+        # LOW is never negative, so nothing is held while HIGH is -1.
+        self.held = (low <= self.context).logical_and_(self.context <= self.high)
         self.digest = self.past(self.context)
         self.armed = (self.words[:, RowWord.FLAGS] & RowFlag.ARMED) != 0
 

@@ -53,6 +53,8 @@ _BUNDLES = tl.constexpr(int(RegionWord.BUNDLES))
 _SLOTS = tl.constexpr(int(RegionWord.SLOTS))
 _SUMS = tl.constexpr(int(RegionWord.SUMS))
 _FLAGS = tl.constexpr(int(RegionWord.FLAGS))
+_PART = tl.constexpr(int(RegionWord.PART))
+_WRITERS = tl.constexpr(int(RegionWord.WRITERS))
 _REGION_ROW = tl.constexpr(REGION_ROW)
 _TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
 _SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
@@ -61,6 +63,7 @@ _SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
 _PART_ROW = tl.constexpr(PART_ROW)
 _PART_CHUNKS = tl.constexpr(int(PartWord.CHUNKS))
 _PART_BUNDLES = tl.constexpr(int(PartWord.BUNDLES))
+_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
 _NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
 _PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
 _PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
@@ -189,6 +192,8 @@ def sum_kernel(
     slots = words_at(tl.load(region + _SLOTS))
     sums = words_at(tl.load(region + _SUMS))
     flags = words_at(tl.load(region + _FLAGS))
+    own_part = tl.load(region + _PART)
+    writers = words_at(tl.load(region + _WRITERS))
     chunks = tl.load(region + _CHUNKS)
     bundles = tl.load(region + _BUNDLES)
     items = tl.load(region + _ITEMS)
@@ -206,6 +211,7 @@ def sum_kernel(
         item = tile * each + lane
         valid = (lane < each) & (item < items)
         here = space
+        part = own_part
         if kind == _SCRUB_KIND:
             slot = cursor + item
             end = tl.load(meta + (space + 1) * _ROW + _NUM_SLOTS)
@@ -227,6 +233,10 @@ def sum_kernel(
         page_size = tl.load(group + _PAGE_SIZE)
         valid = valid & (slot >= 0) & (slot < tl.load(group + _NUM_SLOTS))
         slot = tl.where(valid, slot, 0)
+        if (split == 0) & ((kind == _SCRUB_KIND) | (kind == _SUSPECTS_KIND)):
+            # The next launch seals tokens while it judges these: what has no seal now is none of the scrub's.
+            seal = words_at(tl.load(group + _SEALS_AT)) + (part * tl.load(group + _NUM_SLOTS) + slot) * 2
+            tl.store(writers + item, tl.load(seal + 1, mask=valid, other=0), mask=valid)
         page = divide(slot, page_size, tl.load(group + _PAGE_SHIFT), POW2)
         offset = slot - page * page_size
         total = tl.zeros([ITEMS, BLOCK], tl.uint64)

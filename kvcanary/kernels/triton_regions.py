@@ -75,9 +75,9 @@ class Planner:
         return Plan(launches, plan.large, plan.tiles)
 
     def _make(self, part: str, tokens: int, scrub_bytes: int) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
-        regions = self._token_regions(part, tokens)
-        if scrub_bytes > 0:
-            regions += [self._suspects(), *self._scrub_regions(scrub_bytes)]
+        # Tokens last: the scrub passes over what has no seal before this launch.
+        regions = [self._suspects(), *self._scrub_regions(scrub_bytes)] if scrub_bytes > 0 else []
+        regions += self._token_regions(part, tokens)
         large = sum(region[RegionWord.ITEMS] for region in regions) >= self._workspace.tuning.large_items
         each, sub, _ = self._workspace.tuning.large if large else self._workspace.tuning.small
         rows: list[tuple[int, ...]] = []
@@ -126,6 +126,7 @@ class Planner:
             RegionWord.BUNDLES: max(bundles for _, bundles in workspace.bundles.values()),
             RegionWord.SUMS: workspace.queue_sums[0].data_ptr(),
             RegionWord.FLAGS: workspace.queue_sums[1].data_ptr(),
+            RegionWord.WRITERS: workspace.queue_sums[2].data_ptr(),
         }
         return fill_row(words, REGION_ROW)
 
@@ -151,6 +152,7 @@ class Planner:
             RegionWord.BUNDLES: bundles,
             RegionWord.SUMS: sums[0].data_ptr(),
             RegionWord.FLAGS: sums[1].data_ptr(),
+            RegionWord.WRITERS: sums[-1].data_ptr(),
         }
         return fill_row(words, REGION_ROW)
 

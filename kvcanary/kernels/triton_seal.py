@@ -86,6 +86,7 @@ _ITEMS = tl.constexpr(int(RegionWord.ITEMS))
 _SLOTS = tl.constexpr(int(RegionWord.SLOTS))
 _SUMS = tl.constexpr(int(RegionWord.SUMS))
 _FLAGS = tl.constexpr(int(RegionWord.FLAGS))
+_WRITERS = tl.constexpr(int(RegionWord.WRITERS))
 _TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
 _SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
 _SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
@@ -212,7 +213,7 @@ def _look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.c
     seal += part * tl.load(group + _NUM_SLOTS, mask=inside, other=0) * 2
     wanted = tl.load(seal, mask=inside, other=0)
     writer = tl.load(seal + 1, mask=inside, other=0)
-    sealed = inside & is_sealed(writer)
+    sealed = inside & is_sealed(tl.load(words_at(tl.load(region + _WRITERS)) + item, mask=inside, other=0))
     one = item * 0 + 1
     count_unverified(counters, space, _UNSEALED, tl.where(inside & (sealed == 0), one, 0))
     count_verified(counters, space, _CONTENT_CHECK, tl.where(sealed, one, 0))
@@ -252,7 +253,8 @@ def _scrub_slots(counters, rows, meta, region, item, NONFINITE: tl.constexpr, PO
     seal = words_at(tl.load(group + _SEALS_AT)) + (part * end + slot) * 2
     wanted = tl.load(seal, mask=inside, other=0)
     writer = tl.load(seal + 1, mask=inside, other=0)
-    due = inside & is_sealed(writer) & ((writer & (_SUSPECT_FLAG | _CONTENT_FLAG)) == 0)
+    before = tl.load(words_at(tl.load(region + _WRITERS)) + item, mask=inside, other=0)
+    due = inside & is_sealed(before) & ((writer & (_SUSPECT_FLAG | _CONTENT_FLAG)) == 0)
     count_verified(counters, space, _CONTENT_CHECK, _count(due))
     wrong = due & (found != wanted)
     old = tl.atomic_or(seal + 1, item * 0 + _SUSPECT_FLAG, mask=wrong, sem="relaxed")

@@ -70,7 +70,7 @@ INTERPRETED = Tuning(programs=2, row_programs=1, small=(16, 16, 1), large=(16, 1
 @entry
 def _describe_kernel(  # type: ignore[no-untyped-def]
     row: tl.int64, w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64,
-    w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64,
+    w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64, w13: tl.int64,
 ):  # fmt: skip
     """Write one descriptor row. The words travel as arguments, so a captured graph keeps them."""
     out = words_at(row)
@@ -87,9 +87,10 @@ def _describe_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 10, w10)
     tl.store(out + 11, w11)
     tl.store(out + 12, w12)
+    tl.store(out + 13, w13)
 
 
-DESCRIBED = 13
+DESCRIBED = 14
 """Words that a described row can have."""
 
 
@@ -231,7 +232,7 @@ class Workspace:
         self.tokens = 0
         """new tokens of the latest forward, as far as the host knows; sizes grids, never results"""
         self.token_sums = torch.zeros(2, len(layout.groups), state.limits.max_tokens, dtype=torch.int64, device=device)
-        self.queue_sums = torch.zeros(2, 1024, dtype=torch.int64, device=device)
+        self.queue_sums = torch.zeros(3, 1024, dtype=torch.int64, device=device)
         self.queue_copy = torch.zeros(1026, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(8, dtype=torch.int64, device=device)
         self.scrub_sums: dict[tuple[int, int], torch.Tensor] = {}
@@ -268,11 +269,11 @@ class Workspace:
         return self.items.find(rows, keep=self.capturing())
 
     def scrub_sums_of(self, space: int, part: int, count: int) -> torch.Tensor:
-        """Sums and flags ``[2, n]`` for the scrub of ``count`` slots; larger ones replace smaller ones."""
+        """Sums, flags and writers ``[3, n]`` for the scrub of ``count`` slots; larger ones replace smaller ones."""
         sums = self.scrub_sums.get((space, part))
         if sums is None or sums.shape[1] < count:
             # Graphs may still use the smaller ones.
-            sums = torch.zeros(2, count, dtype=torch.int64, device=self.device)
+            sums = torch.zeros(3, count, dtype=torch.int64, device=self.device)
             self.scrub_sums[space, part] = sums
             self._tensors.append(sums)
         return sums

@@ -5,8 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvcanary.observers.ledger import NOBODY, NOTHING, Entry, Flight, Ledger, Notes, Publication
+
+
+# Arrays and no tuples, so that what is written and read back equals what was made.
+
+
+class _Published(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    request: str
+    forward: int
+    updates: int
+
+
+class _Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    group: str
+    first: int
+    count: int
 
 
 class _Pages(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -16,8 +32,8 @@ class _Pages(msgspec.Struct, frozen=True, gc=False, array_like=True):
     state: int
     since: int
     busy: int
-    holders: tuple[str, ...]
-    published: tuple[str, int, int] | None
+    holders: list[str]
+    published: _Published | None
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -26,7 +42,7 @@ class _Flight(msgspec.Struct, frozen=True, gc=False, array_like=True):
     inward: bool
     ordered: bool
     forward: int
-    spans: list[tuple[str, int, int]]
+    spans: list[_Span]
 
 
 class _State(msgspec.Struct, frozen=True, gc=False):
@@ -46,22 +62,22 @@ def state_of(ledger: Ledger) -> dict[str, Any]:
             entry.state,
             entry.since,
             entry.busy,
-            tuple(life.name for life in entry.live()),
+            [life.name for life in entry.live()],
             _published(entry),
         )
         for group, first, count, entry in ledger.all_spans()
     ]
     flights = [
-        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, one.spans)
+        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, [_Span(*span) for span in one.spans])
         for one in ledger.flights.values()
     ]
     state: dict[str, Any] = msgspec.to_builtins(_State(ledger.epoch, ledger.updates, pages, flights))
     return state
 
 
-def _published(entry: Entry) -> tuple[str, int, int] | None:
+def _published(entry: Entry) -> _Published | None:
     published = entry.notes.published
-    return None if published is None else (published.request, published.forward, published.updates)
+    return None if published is None else _Published(published.request, published.forward, published.updates)
 
 
 def restore(ledger: Ledger, state: dict[str, Any]) -> None:
@@ -74,13 +90,13 @@ def restore(ledger: Ledger, state: dict[str, Any]) -> None:
     ledger.forget()
     ledger.epoch, ledger.updates = given.epoch, given.updates
     for one in given.flights:
-        ledger.flights[one.name] = Flight(one.name, one.request, one.inward, one.ordered, one.forward, list(one.spans))
+        spans = [(span.group, span.first, span.count) for span in one.spans]
+        ledger.flights[one.name] = Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans)
     for pages in given.pages:
         holders = tuple(ledger.life(name) if name else NOBODY for name in pages.holders)
-        published = None if pages.published is None else Publication(*pages.published)
         space = ledger.space(pages.group)
         space.spans(pages.first, pages.count)
-        notes = NOTHING if published is None else Notes(published)
+        notes = NOTHING if pages.published is None else Notes(Publication(*astuple(pages.published)))
         entry = Entry(pages.state, pages.since, holders, busy=pages.busy, notes=notes)
         space.put(pages.first, pages.count, entry)
     for flight in ledger.flights.values():

@@ -108,10 +108,11 @@ class OwnershipFold:
 
     def handle(self, event: Event) -> list[Event]:
         """Rules that the event shows to be broken."""
-        rule = self._rules.get(type(event))
-        if rule is None:
+        if isinstance(event, Ticked):
             return self._findings.take_hazards(event)
-        rule(event)
+        rule = self._rules.get(type(event))
+        if rule is not None:
+            rule(event)
         return self._findings.take(event)
 
     def owners(self, group: str, page: int, forward: int) -> tuple[Owner, ...]:

@@ -53,7 +53,9 @@ def main(prompt_length: int) -> dict[str, Any]:
                 outputs = _ask(manager, prompt)
             finally:
                 manager.stop(block=True, timeout=10, hard_stop=True)
-    wrong = {name: difference for name, output in outputs.items() if (difference := _differs(model, output)) > TOLERANCE}
+    wrong = {
+        name: difference for name, output in outputs.items() if (difference := _differs(model, output)) > TOLERANCE
+    }
     named = {name for report in reports for name in _named(report)}
     return {
         "version": transformers.__version__,

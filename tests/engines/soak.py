@@ -168,7 +168,9 @@ class Prompts:
         return [self._random.randrange(30, VOCABULARY) for _ in range(count)]
 
 
-def run(mode: Mode, kind: str, *, requests: int, seed: int = 0, prompts: Callable[[], list[int]] | None = None) -> Outcome:
+def run(
+    mode: Mode, kind: str, *, requests: int, seed: int = 0, prompts: Callable[[], list[int]] | None = None
+) -> Outcome:
     """Run ``requests`` requests in ``mode`` on a model of ``kind`` under watch, and say what was found."""
     torch.set_num_threads(1)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -198,7 +200,7 @@ class _Runner:
         pages = {"page_size": mode.page} if "page_size" in fields else {"block_size": mode.page}
         self._groups = 1 if "page_size" in fields else _groups_of_5_17(model.config)
         self._batching = ContinuousBatchingConfig(
-            num_blocks=(400 if mode.roomy else 30) * self._groups,
+            num_blocks=(400 if mode.roomy else 20) * self._groups,
             max_batch_tokens=mode.batch_tokens,
             max_requests_per_batch=48,
             max_blocks_per_request=32 if mode.fast_decode else 0,

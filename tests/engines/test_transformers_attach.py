@@ -138,7 +138,10 @@ def test_a_newer_release_is_warned_of_and_watched(monkeypatch: pytest.MonkeyPatc
     recorder = EventRecorder()
     with serve() as engine:
         monkeypatch.setattr("transformers.__version__", "5.31.0")
-        with pytest.warns(UserWarning, match=r"transformers 5\.31\.0 is newer than 5\.24"), watch(engine.manager, recorder):
+        with (
+            pytest.warns(UserWarning, match=r"transformers 5\.31\.0 is newer than 5\.24"),
+            watch(engine.manager, recorder),
+        ):
             engine.manager.start()
             engine.ask([engine.prompt()])
     assert recorder.of(SnapshotTaken)

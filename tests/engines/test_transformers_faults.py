@@ -126,7 +126,8 @@ ASYNC = [CASES[i] for i in (0, 5, 9)]
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "kind", "spoil", "expected"), [(False, *case) for case in CASES] + [(True, *case) for case in ASYNC]
+    ("asynchronous", "kind", "spoil", "expected"),
+    [(False, *case) for case in CASES] + [(True, *case) for case in ASYNC],
 )
 def test_a_fault_in_the_tables_is_named_with_its_requests(
     asynchronous: bool, kind: str, spoil: Spoil, expected: set[str]
@@ -142,9 +143,10 @@ def test_a_fault_in_the_tables_is_named_with_its_requests(
 def run(kind: str, break_it: Callable[[Served], list[int]], *, asynchronous: bool) -> list[ViolationDetected]:
     recorder = EventRecorder(ViolationDetected)
     config = CanaryConfig(mode="log", scrub_mib_per_step=1.0, redact=False)
-    with serve(kind, asynchronous=asynchronous) as engine, kvcanary.watch(
-        engine.manager, config=config, observers=[recorder]
-    ) as watched:
+    with (
+        serve(kind, asynchronous=asynchronous) as engine,
+        kvcanary.watch(engine.manager, config=config, observers=[recorder]) as watched,
+    ):
         engine.manager.start()
         engine.ask([engine.prompt()])
         assert watched.canary is not None

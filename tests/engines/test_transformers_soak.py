@@ -27,6 +27,8 @@ def check(mode: Mode, kind: str, requests: int) -> None:
     assert all(outcome.verified[name] > 0 for name in verified), outcome.verified
     # Nothing is left out without a reason that this mode explains.
     explained = {"out_of_window"} if kind != "full" else set()
+    if mode.offload_gib:
+        explained.add("unsealed")  # a token that was in flight at the offload is fed again before it is read again
     if mode.through == "running":
         explained |= {"unknown_record", "unknown_owner", "unlinked", "unsealed", "unarmed_row"}
     assert {reason for reason, count in outcome.unverified.items() if count} <= explained, outcome.unverified
@@ -34,7 +36,7 @@ def check(mode: Mode, kind: str, requests: int) -> None:
 
 @pytest.mark.parametrize("case", SHORT, ids=name)
 def test_a_clean_engine_leaves_no_violation_and_no_gap(case: tuple[Mode, str]) -> None:
-    check(*case, requests=10)
+    check(*case, requests=12)
 
 
 @pytest.mark.slow

@@ -158,7 +158,11 @@ def _decode_mask(keywords: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _through_table(
-    keys: torch.Tensor, values: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, ends: list[int]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    ends: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the flash kernel does: write each row's token through its table, then read the row.
 

@@ -27,7 +27,8 @@ class TransformersAdapter:
     def matches(self, engine: object) -> bool:
         """Whether a class of continuous batching is among the bases of the engine's type."""
         return any(
-            base.__module__.startswith(_PACKAGE) and base.__qualname__ in ("ContinuousBatchingManager", "ContinuousMixin")
+            base.__module__.startswith(_PACKAGE)
+            and base.__qualname__ in ("ContinuousBatchingManager", "ContinuousMixin")
             for base in type(engine).__mro__
         )
 

@@ -89,7 +89,9 @@ class BlockPool:
     def layers(self, group: int) -> Sequence[int]:
         """Layers of a group, by their place in the shared tensors."""
         where = self._cache.layer_index_to_group_indices
-        return sorted((layer for layer, (index, _) in where.items() if index == group), key=lambda layer: where[layer][1])
+        return sorted(
+            (layer for layer, (index, _) in where.items() if index == group), key=lambda layer: where[layer][1]
+        )
 
     def place(self, layer: int) -> int:
         """The layer number of the sources of a layer: its place in the shared tensors."""

@@ -41,9 +41,7 @@ class Rows:
     with old lengths, rows, last known ids, the count, and for rings the first position of the read lists.
     """
 
-    def __init__(
-        self, requests: Requests, views: Sequence[GroupView], max_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, requests: Requests, views: Sequence[GroupView], max_rows: int, device: torch.device) -> None:
         self._requests = requests
         self._views = tuple(views)
         self._ring = next((view.ring for view in views if view.ring is not None), None)

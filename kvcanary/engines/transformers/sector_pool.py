@@ -161,9 +161,7 @@ def _ring(allocator: Any) -> int | None:
 class _Wires:
     """One wrapper a method. What a call is about (whose blocks) is known to its caller, so callers leave a note."""
 
-    def __init__(
-        self, cache: Any, allocators: Sequence[Any], canary: Canary, facts: Facts, requests: Requests
-    ) -> None:
+    def __init__(self, cache: Any, allocators: Sequence[Any], canary: Canary, facts: Facts, requests: Requests) -> None:
         self._cache = cache
         self._allocators = allocators
         self._canary = canary

@@ -1,0 +1,78 @@
+"""A checkpoint is a complete picture from which a reader goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcanary.events import FactsLost, OwnershipCheckpointed, Ticked, json_codec
+from tests.host.ownership_script import Script, group, told
+
+
+def busy_engine() -> Script:
+    engine = Script(group("full"), group("swa", window=8, shares="full"))
+    engine.log.weights_updated(4)
+    engine.alloc("a", *range(8))
+    engine.publish("a", 0, 1)
+    engine.alloc("b", 10, group="swa")
+    engine.alloc("", 11)
+    engine.alloc("gone", 12)
+    engine.launch()
+    engine.free(12)
+    engine.copy_start("x", "b", 10)
+    engine.launch()
+    return engine
+
+
+def resumed(after: str) -> Script:
+    """Another reader, or the same one after a loss, that goes on from a checkpoint."""
+    engine = busy_engine()
+    point = json_codec().decode(json_codec().encode(engine.fold.checkpoint(Ticked(forward=2))))
+    if after == "loss":
+        engine.show(FactsLost(count=1))
+        engine.show(point)
+        return engine
+    other = Script(group("full"), group("swa", window=8, shares="full"))
+    other.show(point)
+    other.forward = engine.forward
+    return other
+
+
+@pytest.mark.parametrize("after", ["loss", "start"])
+def test_a_reader_goes_on_from_a_checkpoint(after: str) -> None:
+    engine = resumed(after)
+    engine.alloc("c", 5)
+    engine.free(12)
+    engine.alloc("c", 11)
+    engine.free(0)
+    engine.free(10, group="swa")
+    engine.launch()
+    assert told(engine.found) == [
+        ("DOUBLE_ALLOC", 5, "c", "a"),
+        ("DOUBLE_FREE", 12, "", ""),
+        ("FREED_WHILE_PUBLISHED", 0, "a", ""),
+    ]
+    engine.alloc("d", 10)
+    engine.log.weights_updated(5)
+    engine.hit("d", 1)
+    assert told(engine.launch()) == [("EARLY_REUSE", 10, "d", "b"), ("STALE_EPOCH", 1, "d", "a")]
+
+
+def test_a_checkpoint_gives_the_checkpoint_that_it_came_from() -> None:
+    engine = busy_engine()
+    point = engine.fold.checkpoint(Ticked(forward=2))
+    assert json_codec().decode(json_codec().encode(point)) == point
+    other = Script(group("full"), group("swa", window=8, shares="full"))
+    other.show(point)
+    assert other.fold.checkpoint(Ticked(forward=2)) == point
+
+
+def test_pages_that_changed_hands_together_are_one_line_of_a_checkpoint() -> None:
+    engine = Script()
+    engine.alloc("a", *range(500))
+    engine.launch()
+    assert engine.fold.checkpoint(Ticked()).state["pages"] == [["full", 0, 500, 1, 1, 0, ["a"], None]]
+
+
+def test_something_that_is_no_checkpoint_is_an_error() -> None:
+    with pytest.raises(ValueError, match="missing required field `epoch`"):
+        Script().show(OwnershipCheckpointed(state={"pages": []}))
