@@ -168,13 +168,12 @@ class Bus:
         A sink is not told of itself here: it knows its losses from its own queue, and telling it of its
         failures could make it fail again. ``everything``: all losses, now.
         """
-        if self._run is None:
-            return []
-        events: list[Event] = []
-        while self._notices:
-            events.append(self._notices.popleft())
         now = time.monotonic()
-        if everything or now >= self._next_report:
+        due = everything or now >= self._next_report
+        if self._run is None or not (due or self._notices):
+            return []
+        events = [self._notices.popleft() for _ in range(len(self._notices))]
+        if due:
             self._next_report = now + DROP_REPORT_SECONDS
             events += [outlet.unreported.tell(outlet.name) for outlet in self._outlets if outlet.unreported.count]
         out = self._folding.run(events)

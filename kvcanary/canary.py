@@ -111,6 +111,8 @@ class Canary(Lifecycle, Tools):
         started = describe_run(
             self, engine=engine, engine_version=engine_version, unarmed=unarmed or {}, ranks=ranks or {}
         )
+        self.facts.new_run()
+        self.facts.spaces = {g.name: tuple(g.arena) for g in layout.groups if g.arena is not None}
         self.feed.begin(started, self._ring, Decoder(layout, self._registry.name_of), self.state.keys)
         self.drain.wake()
 
@@ -259,6 +261,7 @@ class Canary(Lifecycle, Tools):
             return
         self._reset_step()
         self._host_ns = 0
+        self._ring.in_step = True
         self._launch_facts()
         self.facts.step(self.next_forward, self._ring.retired)
         self._host_ns += time.perf_counter_ns() - began
@@ -267,6 +270,7 @@ class Canary(Lifecycle, Tools):
         if not self.bound:
             return
         began = time.perf_counter_ns()
+        self._ring.in_step = False
         if failed:
             self.abandon()
         forwards = self._entered
@@ -276,6 +280,7 @@ class Canary(Lifecycle, Tools):
             for role in (Role.MARK, Role.CHECK, Role.SEAL) + ((Role.SCRUB,) if self._scrub_bytes else ()):
                 self._due[role.name.lower()] += 1
         if forwards == 0:
+            self.facts.launched_nothing()
             return
         last = self.next_forward + forwards - 1
         self.facts.launched(self.next_forward, self._ring.retired, self._rows, self._tokens, forwards, dict(self._due))

@@ -95,6 +95,8 @@ class Feed:
         self._answer_bases()
         ring = self._ring
         snapshots = ring.poll() if ring is not None else []
+        if ring is not None:
+            self._facts.retired = ring.retired
         self._digest_finished()
         events: list[Event] = [self._with_digests(fact) for fact in self._facts.take()]
         for snapshot in snapshots:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,8 +113,8 @@ class KVSource:
     ) -> KVSource:
         """A source from a view of shape ``[pages, page_size, ...token dims]`` with any strides.
 
-        ``first_head`` is the global number of this rank's first head, when the first token dimension that
-        is not merged into one run counts heads, or the token is one run of whole heads.
+        ``first_head`` is the global number of this rank's first head, where the third dimension counts heads, so
+        that the partial sums of tensor-parallel ranks add up.
 
         Raises:
             LayoutError: the view has fewer than three dimensions, or its elements are not contiguous.
@@ -126,7 +127,10 @@ class KVSource:
         for length, stride in outer:
             offsets = [base + i * stride * size for base in offsets for i in range(length)]
         words = -(-num_bytes // 4)
-        runs = tuple(Run(offset, num_bytes, (first_head + i) * words) for i, offset in enumerate(offsets))
+        # Heads count from the first of all ranks, whether a run holds one, several or a part of one.
+        head_bytes = math.prod(view.shape[3:]) * size if view.dim() > 3 else num_bytes
+        first = first_head * -(-head_bytes // 4)
+        runs = tuple(Run(offset, num_bytes, first + i * words) for i, offset in enumerate(offsets))
         return cls(
             name=name,
             tensor=view,

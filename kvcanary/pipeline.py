@@ -239,7 +239,7 @@ class Drain:
 
     def _pass(self) -> float:
         """Read, publish, tick, answer flushes; returns the seconds until the next look."""
-        flushes = [self._flushes.popleft() for _ in range(len(self._flushes))]
+        flushes = [self._flushes.popleft() for _ in range(len(self._flushes))] if self._flushes else ()
         busy = in_flight = False
         try:
             busy = self._read()
@@ -259,7 +259,9 @@ class Drain:
             self._failure = ""
         if not self._bus.running:
             return False
-        events = [*self._source.collect(), *self._take_submitted()]
+        events: Sequence[Event] = self._source.collect()
+        if self._submitted or self._refused:
+            events = [*events, *self._take_submitted()]
         if events:
             self._bus.publish(events)
         return bool(events) or started is not None

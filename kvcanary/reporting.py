@@ -65,6 +65,7 @@ class Reporting(Binding):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything that happened so far went through the folds; False after ``timeout`` seconds."""
+        self.facts.hurry()
         return self.drain.flush(self.config.flush_deadline_s if timeout is None else timeout)
 
     def ingest(self, data: bytes) -> None:

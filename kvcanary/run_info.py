@@ -93,7 +93,7 @@ def _group_info(layout: PoolLayout) -> list[GroupInfo]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("kvcanary", "triton", "msgspec", "anyio", "structlog"):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -1,12 +1,14 @@
-"""From the device to the host without waiting: pinned headers and violation rows, fenced by CUDA events.
+"""From the device to the host without waiting: pinned headers and violation rows.
 
 The engine's thread only pushes a number and records an event from a fixed pool; the drain's thread does all
-the reading. Headers are cumulative, so one that was skipped or overwritten costs time resolution and nothing
+the reading. A header's sequence word, stored last, says that a forward is done; the event is asked only when that
+word does not come. Headers are cumulative, so one that was skipped or overwritten costs time resolution and nothing
 else.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ import torch
 
 from kvcanary.record import NUM_KINDS
 from kvcanary.state import KIND_COUNTS, OUTBOX_ROWS, DeviceState, ViolationWord, Word, group_base
+
+_LATE_NS = 1_000_000_000
 
 
 class Fence(NamedTuple):
@@ -40,7 +44,13 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotRing:
-    """Fences, headers and rings of one run."""
+    """Fences, headers and rings of one run.
+
+    Attributes:
+        skipped: headers that were overwritten before they were read, and steps for which no event was left.
+        retired: the last forward that is known to be done.
+        in_step: the engine's thread is within a step, and may be capturing a graph.
+    """
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -53,6 +63,7 @@ class SnapshotRing:
         self._audits = 0
         self.skipped = 0
         self.retired = 0
+        self.in_step = False
 
     @property
     def in_flight(self) -> int:
@@ -75,13 +86,13 @@ class SnapshotRing:
         found: list[Snapshot] = []
         while self._fences:
             fence = self._fences[0]
-            if fence.event is not None:
-                if not fence.event.query():
-                    break
-                self._pool.append(fence.event)
-            self._fences.popleft()
             words = self._header(fence.forward)
-            if words is None:
+            if words[Word.SEQUENCE] < fence.forward and not self._gave_up(fence):
+                break
+            self._fences.popleft()
+            if fence.event is not None:
+                self._pool.append(fence.event)
+            if not 0 < words[Word.SEQUENCE] <= fence.forward:
                 self.skipped += 1
                 continue
             found.append(self._read(fence, words))
@@ -94,17 +105,28 @@ class SnapshotRing:
         words[Word.SEQUENCE] = words[Word.FORWARD]
         return self._read(fence, words)
 
-    def _header(self, forward: int) -> list[int] | None:
+    def _header(self, forward: int) -> list[int]:
+        """The header that the forward left, or the newest one if it left none.
+
+        The sequence word is stored last and read twice, so half a header is never taken for a whole one.
+        """
         headers = self._state.headers
-        words: list[int] = headers[forward % headers.shape[0]].tolist()
-        if words[Word.SEQUENCE] == words[Word.FORWARD] == forward:
-            return words
-        # Not the header that this step should have left: the device counts otherwise (a graph without the
-        # canary, say), or the drain was so late that it was overwritten. The newest whole header tells which.
+        slot = headers[forward % headers.shape[0]]
+        if int(slot[Word.SEQUENCE]) >= forward:
+            words: list[int] = slot.tolist()
+            if int(slot[Word.SEQUENCE]) == words[Word.SEQUENCE] == words[Word.FORWARD]:
+                return words
         newest: list[int] = max(headers.tolist(), key=lambda row: int(row[Word.SEQUENCE]))
-        if newest[Word.SEQUENCE] == 0 or newest[Word.SEQUENCE] > forward:
-            return None
         return newest
+
+    def _gave_up(self, fence: Fence) -> bool:
+        """Whether the step is over and left no header: the device counts otherwise (a graph without the canary).
+
+        Events are asked only then, and not within a step: a query would spoil a graph that the engine captures on
+        its own thread at that moment.
+        """
+        late = time.monotonic_ns() - fence.pushed_ns > _LATE_NS
+        return late and not self.in_step and (fence.event is None or bool(fence.event.query()))
 
     def _read(self, fence: Fence, words: list[int]) -> Snapshot:
         self.retired = max(self.retired, words[Word.FORWARD])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ class _Forwarder:
         self._send = send
 
     async def handle_batch(self, events: Sequence[Event]) -> None:
-        await self._send.send(events)
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # the reader has left
+            await self._send.send(events)
 
     def close(self) -> None:
         self._send.close()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, HTTPException, Response
 
 import kvcanary
 
@@ -45,8 +45,12 @@ def create_app(manager: Any) -> FastAPI:
         answer = asyncio.get_running_loop().create_future()
         name = uuid.uuid4().hex
         manager.register_result_handler(name, answer.set_result)
-        manager.add_request(prompt, request_id=name, max_new_tokens=16)
-        return (await answer).generated_tokens
+        if manager.add_request(prompt, request_id=name, max_new_tokens=16) is None:
+            raise HTTPException(503, "the engine has stopped")
+        output = await answer
+        if output.error is not None:
+            raise HTTPException(500, output.error)
+        return output.generated_tokens
 
     @app.get("/report")
     async def report() -> str:

@@ -31,7 +31,7 @@ def demo(
     Examples:
       kvcanary demo                                    a live view, then a table
       kvcanary demo --json > demo.jsonl                one JSON object a line
-      kvcanary demo --model mixed --seconds 10         longer clean phases, one model
+      kvcanary demo --model mixed --seconds 10         one model, longer
       kvcanary demo --faults flipped-bit,stale-slot    these two faults only
       kvcanary demo --faults none                      clean traffic only
 
@@ -40,7 +40,7 @@ def demo(
         seed: of weights, prompts and victims.
         json: JSON lines instead of the live view; also when the output is no terminal.
         model: which model to serve.
-        faults: names separated by commas, or all, or none.
+        faults: names separated by commas, or all, or none; a wrong name lists the right ones.
 
     Returns:
         The exit status.

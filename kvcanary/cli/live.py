@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -29,7 +29,7 @@ class LiveView:
         self._console = Console() if console is None else console
 
     @contextmanager
-    def showing(self, board: Scoreboard, model: ModelName) -> Iterator[None]:
+    def showing(self, board: Scoreboard, model: ModelName) -> Generator[None]:
         """Follow one model's run; on leaving, the cursor is back and only finished lines remain."""
         with Live(
             get_renderable=lambda: _frame(board, model),

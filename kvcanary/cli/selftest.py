@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcanary.cli.selftest_compare import Tally
     from kvcanary.kernels import Kernels
 
-FULL, TINY = 60, 6
+FULL, TINY = 60, 3
 """cases on a GPU, and under the interpreter, which is some thousand times slower"""
 CLEAN_EVERY = 3
 """every third case is clean, and must stay silent"""
@@ -51,7 +51,7 @@ def selftest(
     Args:
         device: where the backend runs; auto takes CUDA if there is any.
         backend: what is compared with the reference.
-        cases: how many; default 60 on a GPU, 6 under the interpreter.
+        cases: how many; default 60 on a GPU, 3 under the interpreter.
         forwards: forwards of each case.
         seed: of the first case; the others follow.
         json: one JSON object instead of the table.

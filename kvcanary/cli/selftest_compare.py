@@ -185,14 +185,20 @@ class Comparison:
         """
         if not self._same:
             return
-        for side in self._case.sides:
-            operation(side)
-        if self._case.sides[1].state.device.type == "cuda":
-            torch.cuda.synchronize()
+        reference, candidate = self._case.sides
+        operation(reference)
+        self._tally.compared[name] += 1
+        try:
+            operation(candidate)
+            if candidate.device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - a kernel that cannot be compiled or run is a finding like others
+            lines = str(error).strip().splitlines() or [""]
+            self._differ(name, f"raised {type(error).__name__}: {lines[-1]}")
+            return
         if settle is not None:
             settle()
         expected, found = (_contents(side.state, self._tokens, self._rows) for side in self._case.sides)
-        self._tally.compared[name] += 1
         for tensor, value in expected.items():
             if not torch.equal(value, found[tensor]):
                 self._differ(name, f"{tensor}: {_first_difference(value, found[tensor])}")

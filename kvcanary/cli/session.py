@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ async def serve(options: Options, output: Output, results: Results) -> None:
 
 
 @asynccontextmanager
-async def _running(manager: Any) -> AsyncIterator[None]:
+async def _running(manager: Any) -> AsyncGenerator[None]:
     manager.start()
     try:
         yield
@@ -220,7 +220,7 @@ class Stage:
     # --- clients ------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _traffic(self) -> AsyncIterator[None]:
+    async def _traffic(self) -> AsyncGenerator[None]:
         """Clients that ask one thing after another; on leaving, all their answers are in."""
         # Prefixes of its own: a phase never reads pages that an earlier one left behind in the prefix cache.
         prompts, stop = Prompts.make(next(self._seeds)), anyio.Event()

@@ -98,8 +98,8 @@ def find_adapter(engine: object) -> Adapter:
         known.append(adapter.name)
     kind = type(engine)
     raise ConfigError(
-        f"no adapter knows engines of type {kind.__module__}.{kind.__qualname__}; supported are {', '.join(known)}. Pass the "
-        f"engine object itself, or register an adapter in the entry-point group {ENTRY_POINTS!r}"
+        f"no adapter knows engines of type {kind.__module__}.{kind.__qualname__}; supported are {', '.join(known)}. "
+        f"Pass the engine object itself, or register an adapter in the entry-point group {ENTRY_POINTS!r}"
     )
 
 
@@ -119,8 +119,8 @@ def _adapters() -> Iterator[Adapter]:
             found = entry.load()()
         except Exception as error:
             raise ConfigError(
-                f"adapter {entry.name!r} ({entry.value}) of entry-point group {ENTRY_POINTS!r} cannot be loaded: {error!r}; "
-                "fix or uninstall the package that registers it"
+                f"adapter {entry.name!r} ({entry.value}) of entry-point group {ENTRY_POINTS!r} cannot be loaded: "
+                f"{error!r}; fix or uninstall the package that registers it"
             ) from error
         yield _checked(found, entry.value)
     for path in _BUILT_IN:
@@ -160,7 +160,8 @@ class Patches:
         """
         if _MARK in vars(owner):
             raise ConfigError(
-                f"this {type(owner).__qualname__} is watched by another canary already; stop that one first, or use its handle"
+                f"this {type(owner).__qualname__} is watched by another canary already; stop that one first, or use "
+                "its handle"
             )
         setattr(owner, _MARK, self)
         self.on_undo(lambda: vars(owner).pop(_MARK, None))

@@ -12,7 +12,7 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
@@ -137,7 +137,7 @@ class TransformersInjector:
         return True
 
     @contextlib.contextmanager
-    def _on_compute_stream(self) -> Iterator[None]:
+    def _on_compute_stream(self) -> Generator[None]:
         stream = getattr(self._processor.inputs_and_outputs, "compute_stream", None)
         if not isinstance(stream, torch.cuda.Stream):
             yield

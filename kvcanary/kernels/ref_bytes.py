@@ -66,7 +66,9 @@ class PartReader:
         return _joined([view.words(slots) for view in self._views], 1)
 
     def _fold(self, words: torch.Tensor) -> torch.Tensor:
-        return torch.mv(words.to(torch.int64).bitwise_and_(MASK32), self._keys)
+        wide = words.to(torch.int64).bitwise_and_(MASK32)
+        # torch multiplies integer matrices on CPUs only.
+        return (wide * self._keys).sum(1) if wide.is_cuda else torch.mv(wide, self._keys)
 
     def _nonfinite(self, words: torch.Tensor) -> torch.Tensor | None:
         bad = None

@@ -102,13 +102,15 @@ def _advance_rows(state: DeviceState, batch: torch.Tensor, high: torch.Tensor) -
         state.rows.select(1, RowWord.HIGH).index_copy_(0, row, high)
         return None
     words = state.rows.index_select(0, row)
-    known, anchored = source != DigestSource.UNKNOWN, source == DigestSource.SLOTS
+    known = source != DigestSource.UNKNOWN
+    # A digest of 0 says that the row went on without one, so that a base that comes later is not taken for its start.
+    anchored = (source == DigestSource.SLOTS).logical_or_(~known)
     low = torch.maximum(torch.where(source == DigestSource.HISTORY, words[:, RowWord.LOW], context), oldest)
     words[:, RowWord.LOW] = torch.where(known, low, words[:, RowWord.LOW])
     words[:, RowWord.HIGH] = torch.where(known, high, -1)
     flags = words[:, RowWord.FLAGS]
     flags = torch.where(source == DigestSource.SEED, flags | RowFlag.ARMED, flags)
-    words[:, RowWord.FLAGS] = torch.where(anchored | ~known, flags & ~RowFlag.ARMED, flags)
+    words[:, RowWord.FLAGS] = torch.where(anchored, flags & ~RowFlag.ARMED, flags)
     words[anchored, RowWord.ANCHOR_POSITION] = context[anchored]
     words[anchored, RowWord.ANCHOR_DIGEST] = digest[anchored]
     state.rows.index_copy_(0, row, words)

@@ -192,19 +192,21 @@ class Application:
         self.state.history[self.fact.row, position % HISTORY] = digest
 
     def _anchor(self) -> None:
+        """A base arrived. A row that went on without any digest stays as it is: where it stands now is not known."""
         fact, row = self.fact, self._row()
         words = row.tolist()
         if words[RowWord.TAG] != fact.tag:
             return
-        if fact.armed or words[RowWord.HIGH] < 0:
+        position, assumed = words[RowWord.ANCHOR_POSITION], words[RowWord.ANCHOR_DIGEST]
+        if fact.armed or (words[RowWord.HIGH] < 0 and position < 0):
             self._set_base(row, fact.digest)
-        elif words[RowWord.ANCHOR_POSITION] == fact.position:
-            if words[RowWord.ANCHOR_DIGEST] == fact.digest:
+        elif position == fact.position and assumed:
+            if assumed == fact.digest:
                 row[RowWord.FLAGS] |= RowFlag.ARMED
                 row[RowWord.ANCHOR_POSITION] = NOTHING
                 row[RowWord.ANCHOR_DIGEST] = 0
             else:
-                self._report_base(words[RowWord.ANCHOR_DIGEST])
+                self._report_base(assumed)
 
     def _report_base(self, assumed: int) -> None:
         values = {

@@ -11,12 +11,13 @@ import torch
 from kvcanary.errors import LayoutError
 from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses, is_plain
 from kvcanary.kernels.triton_bytes import sum_kernel
-from kvcanary.kernels.triton_check import MIN_ENTRIES_PER_ROW, check_kernel
+from kvcanary.kernels.triton_check import check_kernel
 from kvcanary.kernels.triton_facts import facts_kernel
 from kvcanary.kernels.triton_launch import Kernel
 from kvcanary.kernels.triton_mark import mark_kernel
 from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
 from kvcanary.kernels.triton_requests import FactEncoder
+from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
 from kvcanary.kernels.triton_seal import abandon_kernel, commit_kernel
 from kvcanary.kernels.triton_window import window_kernel
 from kvcanary.kernels.triton_workspace import DESCRIBED, INTERPRETED, Tuning, Workspace
@@ -148,14 +149,16 @@ class _Bound:
 
     def _check(self, *, plain: bool) -> Kernel:
         tile = self._tuning.check_tile
-        return self._kernel(check_kernel, _warps(tile), PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
+        registers = self._tuning.check_registers
+        return self._kernel(check_kernel, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
 
     def _sum(self, *, large: bool, nonfinite: bool) -> Kernel:
         workspace = self._workspace
-        items, sub, warps = self._tuning.large if large else self._tuning.small
+        items, sub, warps, registers = self._tuning.large if large else self._tuning.small
         return self._kernel(
             sum_kernel,
             max(warps, min(8, workspace.block // 256)),
+            registers,
             ITEMS=items,
             SUB=sub,
             BLOCK=workspace.block,
@@ -177,11 +180,11 @@ class _Bound:
             HEADER=self._header,
         )
 
-    def _kernel(self, function: object, warps: int, **constants: object) -> Kernel:
-        key = (function, warps, *constants.values())
+    def _kernel(self, function: object, warps: int, registers: int = 0, **constants: object) -> Kernel:
+        key = (function, warps, registers, *constants.values())
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = self._kernels[key] = Kernel(function, warps, **constants)
+            kernel = self._kernels[key] = Kernel(function, warps, registers, **constants)
         return kernel
 
     # --- operations -----------------------------------------------------------------------------------------
@@ -363,7 +366,7 @@ class _Bound:
             return found
         region = list_region(workspace, space, part, slots, found)
         large = slots.shape[0] >= self._tuning.large_items
-        each, sub, _ = self._tuning.large if large else self._tuning.small
+        each, sub, *_ = self._tuning.large if large else self._tuning.small
         region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
         region[RegionWord.PROGRAMS] = -(-slots.shape[0] // each) * region[RegionWord.SPLITS]
         address = workspace.regions.find((tuple(region[:DESCRIBED]),), keep=workspace.capturing())

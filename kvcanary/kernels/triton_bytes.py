@@ -26,6 +26,7 @@ from kvcanary.kernels.descriptors import (
     StateWord,
 )
 from kvcanary.kernels.triton_launch import entry
+from kvcanary.kernels.triton_tables import is_reserved
 from kvcanary.kernels.triton_words import NONE, divide, words_at
 from kvcanary.record import WORD_MULTIPLIERS, WORD_STEP
 from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
@@ -114,27 +115,29 @@ def _load_chunk(chunk, page, offset, valid, ACCESS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _add_chunk(chunk, data, total, bad, NONFINITE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_chunk(chunk, data, total, BLOCK: tl.constexpr):
     """Add ``key * word`` for every word of a chunk, the keys made of the words' logical places."""
     word = tl.arange(0, BLOCK)[None, :].to(tl.uint32)
     key = tl.load(chunk + _KEY).to(tl.uint32) + word * _STEP
     key = (key ^ (key >> 16)) * _MULTIPLIER_0
     key = (key ^ (key >> 15)) * _MULTIPLIER_1
     key = (key ^ (key >> 16)) | 1
-    total += key.to(tl.uint64) * data.to(tl.uint64)
-    if NONFINITE:
-        exponent = tl.load(chunk + _EXPONENT)
-        mask = exponent.to(tl.uint32)
-        top = (exponent >> 32).to(tl.uint32)
-        # A value whose exponent bits are all set has no carry into its top bit.
-        bad = bad | (top & ~((mask & ~data) + ~top))
-    return total, bad
+    return total + key.to(tl.uint64) * data.to(tl.uint64)
 
 
 @triton.jit
-def _add_bundle(chunk, page, offset, valid, total, bad, ACCESS: tl.constexpr, NONFINITE: tl.constexpr,
+def _look(chunk, data, bad):
+    """Set a bit of ``bad`` where a value's exponent bits are all set: it then has no carry into its top bit."""
+    exponent = tl.load(chunk + _EXPONENT)
+    mask = exponent.to(tl.uint32)
+    top = (exponent >> 32).to(tl.uint32)
+    return bad | (top & ~((mask & ~data) + ~top))
+
+
+@triton.jit
+def _add_bundle(chunk, page, offset, valid, looks, total, bad, ACCESS: tl.constexpr, NONFINITE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Four chunks, all loads before all sums."""
+    """Four chunks, all loads before all sums; ``looks`` at their exponents only where somebody asks."""
     second = chunk + _CHUNK_ROW
     third = second + _CHUNK_ROW
     fourth = third + _CHUNK_ROW
@@ -142,10 +145,16 @@ def _add_bundle(chunk, page, offset, valid, total, bad, ACCESS: tl.constexpr, NO
     data1 = _load_chunk(second, page, offset, valid, ACCESS, BLOCK)
     data2 = _load_chunk(third, page, offset, valid, ACCESS, BLOCK)
     data3 = _load_chunk(fourth, page, offset, valid, ACCESS, BLOCK)
-    total, bad = _add_chunk(chunk, data0, total, bad, NONFINITE, BLOCK)
-    total, bad = _add_chunk(second, data1, total, bad, NONFINITE, BLOCK)
-    total, bad = _add_chunk(third, data2, total, bad, NONFINITE, BLOCK)
-    total, bad = _add_chunk(fourth, data3, total, bad, NONFINITE, BLOCK)
+    total = _add_chunk(chunk, data0, total, BLOCK)
+    total = _add_chunk(second, data1, total, BLOCK)
+    total = _add_chunk(third, data2, total, BLOCK)
+    total = _add_chunk(fourth, data3, total, BLOCK)
+    if NONFINITE:
+        if looks:
+            bad = _look(chunk, data0, bad)
+            bad = _look(second, data1, bad)
+            bad = _look(third, data2, bad)
+            bad = _look(fourth, data3, bad)
     return total, bad
 
 
@@ -239,6 +248,7 @@ def sum_kernel(
             tl.store(writers + item, tl.load(seal + 1, mask=valid, other=0), mask=valid)
         page = divide(slot, page_size, tl.load(group + _PAGE_SHIFT), POW2)
         offset = slot - page * page_size
+        looks = (kind == _TOKENS_KIND) | (tl.max(is_reserved(group, page).to(tl.int32), 0) != 0)
         total = tl.zeros([ITEMS, BLOCK], tl.uint64)
         bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
         bundle = split * SUB
@@ -247,13 +257,13 @@ def sum_kernel(
         while bundle < last:
             access = tl.load(chunk + _ACCESS)
             if access == 16:
-                total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 16, NONFINITE, BLOCK)
+                total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 16, NONFINITE, BLOCK)
             if WORDS:
                 if access == 4:
-                    total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 4, NONFINITE, BLOCK)
+                    total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 4, NONFINITE, BLOCK)
             if BYTES:
                 if access == 1:
-                    total, bad = _add_bundle(chunk, page, offset, valid, total, bad, 1, NONFINITE, BLOCK)
+                    total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 1, NONFINITE, BLOCK)
             chunk += _BUNDLE * _CHUNK_ROW
             bundle += 1
         found = tl.sum(total.to(tl.int64, bitcast=True), 1)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from kvcanary.kernels import FactOp
 from kvcanary.kernels.descriptors import FACT_ROW, ROW, FactWord, GroupWord, StateWord
-from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, row_flag, state_of, words_at, writer_of
 from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, signed
 from kvcanary.state import (
@@ -331,15 +331,17 @@ def _admit(rows, history, fact):
 
 @triton.jit
 def _anchor(counters, rows, history, meta, fact):
+    """A base arrived. A row that went on without any digest stays as it is: where it stands now is not known."""
     number = tl.load(fact + _ROW)
     row = rows + number * _ROW_WORDS
     position = tl.load(fact + _POSITION)
     digest = tl.load(fact + _DIGEST)
     if tl.load(row + _R_TAG) == tl.load(fact + _TAG):
-        if (tl.load(fact + _ARMED) != 0) | (tl.load(row + _R_HIGH) < 0):
+        place = tl.load(row + _R_ANCHOR_POSITION)
+        assumed = tl.load(row + _R_ANCHOR_DIGEST)
+        if (tl.load(fact + _ARMED) != 0) | ((tl.load(row + _R_HIGH) < 0) & (place < 0)):
             _set_base(row, history, number, position, digest)
-        elif tl.load(row + _R_ANCHOR_POSITION) == position:
-            assumed = tl.load(row + _R_ANCHOR_DIGEST)
+        elif (place == position) & (assumed != 0):
             if assumed == digest:
                 tl.store(row + _R_FLAGS, tl.load(row + _R_FLAGS) | _ROW_ARMED)
                 tl.store(row + _R_ANCHOR_POSITION, position * 0 + NONE)

@@ -28,18 +28,22 @@ class Kernel:
     Args:
         function: what ``triton.jit`` made.
         warps: warps of one program.
+        registers: most registers of a thread, 0: as the compiler likes. Judging and reporting take many, and the
+            compiler would give them to the clean path too, which then runs with half the threads.
         constants: values of the ``constexpr`` parameters, which come last in the signature.
     """
 
     __slots__ = ("_constants", "_function", "_handle", "_options", "_values")
 
-    def __init__(self, function: Any, warps: int, **constants: object) -> None:
+    def __init__(self, function: Any, warps: int, registers: int = 0, **constants: object) -> None:
         names = [name for name in function.arg_names if name in constants]
         self._function = function
         self._constants = constants
         self._values = tuple(constants[name] for name in names)
         # Without a floating operation in any kernel, fusion is settled; Triton warns where it is not named.
-        self._options = {"num_warps": warps, "enable_fp_fusion": False}
+        self._options: dict[str, int] = {"num_warps": warps, "enable_fp_fusion": False}
+        if registers:
+            self._options["maxnreg"] = registers
         self._handle: Any = None
 
     def compile(self) -> None:

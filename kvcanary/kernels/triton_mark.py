@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import ROW, ITEM_ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
 from kvcanary.kernels.triton_launch import entry
+from kvcanary.kernels.triton_rows import EXPECTED, IDS, LAST, POSITIONS, SALTS, STARTS, batch_row
 from kvcanary.kernels.triton_tables import (
     index_of_position,
     is_wide,
@@ -128,29 +129,6 @@ _RANGE = tl.constexpr(1)
 _INTO_FREED = tl.constexpr(2)
 _INTO_FOREIGN = tl.constexpr(4)
 _MISMATCH = tl.constexpr(8)
-
-IDS = tl.constexpr(0)
-STARTS = tl.constexpr(1)
-CONTEXTS = tl.constexpr(2)
-ROWS = tl.constexpr(3)
-POSITIONS = tl.constexpr(4)
-SALTS = tl.constexpr(5)
-EXPECTED = tl.constexpr(6)
-LAST = tl.constexpr(7)
-COUNT = tl.constexpr(8)
-
-
-@triton.jit
-def batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows):
-    """One row of a batch: (live, row in the row table, first token, end of its tokens, old positions)."""
-    row = index_at(request_rows, b, is_wide(wide, ROWS), b < batch_rows)
-    first = index_at(starts, b, is_wide(wide, STARTS), b < batch_rows)
-    end = index_at(starts, b + 1, is_wide(wide, STARTS), b < batch_rows)
-    context = index_at(contexts, b, is_wide(wide, CONTEXTS), b < batch_rows)
-    zero = b * 0
-    count = tl.where(num_requests == 0, batch_rows, index_at(num_requests, zero, is_wide(wide, COUNT), num_requests != 0))
-    live = (row >= 0) & (row < max_rows) & (b < count) & (b < batch_rows)
-    return live, tl.where(live, row, 0), first, end, context
 
 
 @triton.jit
@@ -353,6 +331,9 @@ def mark_kernel(
     end = tl.where(outer, tokens, tl.minimum(end, tokens))
     digest, source = context * 0, tl.where(context == 0, _FROM_UNKNOWN, _FROM_UNKNOWN)
     if FIRST:
+        if (b == 0) & (part == 0) & (g == 0):
+            tl.store(counters + _SCRATCH_TOKENS, tokens)
+            tl.store(counters + _SCRATCH_ROWS, batch_rows)
         if live:
             digest, source = _row_digest(
                 rows, words_at(history_at), meta + (digest_group + 1) * _ROW, words_at(items_at) + digest_group * _ITEM_ROW,
@@ -371,9 +352,6 @@ def mark_kernel(
             tl.store(entry + _B_SOURCE, source.to(tl.int64))
             count = tl.where(live, tl.maximum(end - first, 0), 0)
             tl.atomic_add(counters + _NEW_TOKENS, count, mask=count > 0, sem="relaxed")
-            if b == 0:
-                tl.store(counters + _SCRATCH_TOKENS, tokens)
-                tl.store(counters + _SCRATCH_ROWS, batch_rows)
     known = flag((source != _FROM_UNKNOWN) & live)
     summed = first
     total = tl.zeros([TILE], tl.int64)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcanary.kernels.descriptors import REGION_ROW, MAX_REGIONS, RegionKind, RegionWord, fill_row
+from kvcanary.kernels.descriptors import MAX_REGIONS, REGION_ROW, RegionKind, RegionWord, fill_row
 from kvcanary.kernels.triton_bytes import QUEUE_PER_LAUNCH
 from kvcanary.kernels.triton_workspace import DESCRIBED, Workspace
 from kvcanary.state import DeviceState
@@ -79,7 +79,7 @@ class Planner:
         regions = [self._suspects(), *self._scrub_regions(scrub_bytes)] if scrub_bytes > 0 else []
         regions += self._token_regions(part, tokens)
         large = sum(region[RegionWord.ITEMS] for region in regions) >= self._workspace.tuning.large_items
-        each, sub, _ = self._workspace.tuning.large if large else self._workspace.tuning.small
+        each, sub, *_ = self._workspace.tuning.large if large else self._workspace.tuning.small
         rows: list[tuple[int, ...]] = []
         launches: list[Launch] = []
         for at in range(0, len(regions), MAX_REGIONS):

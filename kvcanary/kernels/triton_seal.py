@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
-from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
-from kvcanary.kernels.triton_check import report_conflicts
+from kvcanary.kernels.triton_judge import report_conflicts
+from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_tables import is_reserved, open_pool, page_of
 from kvcanary.kernels.triton_words import (
     NONE,
@@ -288,13 +288,14 @@ def _commit_rows(rows, b, count, scratch_batch):
     flags = tl.load(words + _ROW_FLAGS, mask=fed, other=0)
     low = tl.load(words + _LOW, mask=fed, other=0)
     known = fed & (source != _FROM_UNKNOWN)
-    anchored = fed & (source == _FROM_SLOTS)
+    # An anchor digest of 0 says that the row went on without one: a base that comes later is not its start.
+    anchored = fed & ((source == _FROM_SLOTS) | (source == _FROM_UNKNOWN))
     high = context + new
     low = tl.where(source == _FROM_HISTORY, low, context)
     tl.store(words + _HIGH, tl.where(known, high, NONE), mask=fed)
     tl.store(words + _LOW, tl.maximum(low, high - (_HISTORY - 1)), mask=known)
     flags = tl.where(source == _FROM_SEED, flags | _ROW_ARMED, flags)
-    flags = tl.where(anchored | (known == 0), flags & ~_ROW_ARMED, flags)
+    flags = tl.where(anchored, flags & ~_ROW_ARMED, flags)
     tl.store(words + _ROW_FLAGS, flags, mask=fed)
     tl.store(words + _ANCHOR_POSITION, context, mask=anchored)
     tl.store(words + _ANCHOR_DIGEST, tl.load(entry + _B_DIGEST, mask=anchored, other=0), mask=anchored)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemWord
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_mark import batch_row
+from kvcanary.kernels.triton_rows import batch_row
 from kvcanary.kernels.triton_tables import (
     index_of_position,
     is_reserved,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcanary.kernels.descriptors import StateWord
 from kvcanary.record import CODE_BITS, FLAG_SHIFT, MAX_TAG, NUM_KINDS, SALTED, TAG_SHIFT
 from kvcanary.state import (
     GLOBAL_WORDS,
@@ -27,8 +28,6 @@ from kvcanary.state import (
     ViolationWord,
     Word,
 )
-
-from kvcanary.kernels.descriptors import StateWord
 
 NONE = tl.constexpr(-1)
 OUTSIDE = tl.constexpr(-2)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from kvcanary.batch import ForwardBatch
 from kvcanary.errors import ConfigError
 from kvcanary.kernels.descriptors import (
     BUNDLE,
-    CHUNK_ROW,
     ITEM_ROW,
     MAX_GROUPS,
     PART_ROW,
@@ -44,26 +42,28 @@ class Tuning:
         mark_tile, check_tile, commit_tile, window_tile, facts_tile: lanes of one program; sum_tile: tokens added up at
             a time for a prefix digest.
         programs: how many programs a mark or check aims at, and the least a long row gets of them (``row_programs``).
-        small, large: (items a program, bundles a program, warps) of the byte kernel; large from ``large_items`` items
-            on.
+        small, large: (items a program, bundles a program, warps, registers) of the byte kernel; large from
+            ``large_items`` items on.
+        check_registers: bound of the check kernel, see :class:`kvcanary.kernels.triton_launch.Kernel`.
         suspect_programs: programs that wait for the scrub's queue, mostly in vain.
     """
 
     mark_tile: int = 256
     sum_tile: int = 1024
-    check_tile: int = 256
+    check_tile: int = 128
+    check_registers: int = 56
     commit_tile: int = 256
     window_tile: int = 256
     facts_tile: int = 512
-    programs: int = 1056
+    programs: int = 2112
     row_programs: int = 8
-    small: tuple[int, int, int] = (1, 1, 1)
-    large: tuple[int, int, int] = (2, 6, 4)
+    small: tuple[int, int, int, int] = (1, 1, 1, 96)
+    large: tuple[int, int, int, int] = (2, 6, 4, 64)
     large_items: int = 1536
     suspect_programs: int = 528
 
 
-INTERPRETED = Tuning(programs=2, row_programs=1, small=(16, 16, 1), large=(16, 16, 1), suspect_programs=1)
+INTERPRETED = Tuning(programs=2, row_programs=1, small=(64, 16, 1, 0), large=(64, 16, 1, 0), suspect_programs=1)
 """For Triton's interpreter, which runs one program after the other and takes its time over each."""
 
 

@@ -130,6 +130,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
         notes = replace(self.notes, **changes)
         return replace(self, notes=notes if any(astuple(notes)) else NOTHING)
 
+    @property
+    def all_known(self) -> bool:
+        """Whether nobody holds the page but its named holders."""
+        return self.state != UNKNOWN and NOBODY not in self.holders
+
     def live(self) -> tuple[Life, ...]:
         """Holders that have not ended."""
         return tuple(life for life in self.holders if not life.ended)

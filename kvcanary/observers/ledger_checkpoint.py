@@ -9,7 +9,6 @@ from msgspec.structs import astuple
 
 from kvcanary.observers.ledger import NOBODY, NOTHING, Entry, Flight, Ledger, Notes, Publication
 
-
 # Arrays and no tuples, so that what is written and read back equals what was made.
 
 
@@ -54,21 +53,15 @@ class _State(msgspec.Struct, frozen=True, gc=False):
 
 def state_of(ledger: Ledger) -> dict[str, Any]:
     """Who holds what. Earlier owners and failed loads are left out: a reader claims less, never more."""
-    pages = [
-        _Pages(
-            group,
-            first,
-            count,
-            entry.state,
-            entry.since,
-            entry.busy,
-            [life.name for life in entry.live()],
-            _published(entry),
-        )
-        for group, first, count, entry in ledger.all_spans()
-    ]
+    pages: list[_Pages] = []
+    spans: dict[str, list[_Span]] = {name: [] for name in ledger.flights}
+    for group, first, count, entry in ledger.all_spans():
+        holders = [life.name for life in entry.live()]
+        pages.append(_Pages(group, first, count, entry.state, entry.since, entry.busy, holders, _published(entry)))
+        for flight in entry.notes.flights + entry.notes.intruders:
+            spans[flight.name].append(_Span(group, first, count))
     flights = [
-        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, [_Span(*span) for span in one.spans])
+        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans[one.name])
         for one in ledger.flights.values()
     ]
     state: dict[str, Any] = msgspec.to_builtins(_State(ledger.epoch, ledger.updates, pages, flights))

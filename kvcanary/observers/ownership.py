@@ -197,6 +197,9 @@ class OwnershipFold:
         if NOBODY in entry.holders:
             named = tuple(holder for holder in entry.holders if holder is not NOBODY)
             return replace(entry, holders=(*named, life))
+        if entry.state == UNKNOWN and (entry.holders or entry.notes.published is not None):
+            # In use since before the watch, perhaps by this very request.
+            return replace(entry, holders=with_holder(entry.holders, life))
         return None
 
     def _handed_out_unfreed(self, fact: PagesAllocated, life: Life, pages: Pages, entry: Entry) -> None:
@@ -235,10 +238,11 @@ class OwnershipFold:
             return entry
         live = entry.live()
         if name and any(life.name == name for life in entry.holders):
-            others = tuple(life for life in live if life.name != name)
-            if others:
+            # One that has ended may still give its hold back: two sharers end in one step, then both free.
+            others = tuple(life for life in entry.holders if life.name != name)
+            if others or not entry.all_known:
                 return replace(entry, holders=others)
-        elif name and (entry.state == UNKNOWN or NOBODY in live):
+        elif name and not entry.all_known:
             return entry
         elif name and live:
             self._findings.hazard("freed_by_a_stranger", pages.size)
@@ -279,7 +283,7 @@ class OwnershipFold:
         if entry.state == FREE:
             self._unowned(published.forward, pages, name, entry, "published")
             return entry.noting(stale=published)
-        if name and live and NOBODY not in live and not entry.holds(name):
+        if name and live and entry.all_known and not entry.holds(name):
             self._unowned(published.forward, pages, name, entry, "published")
         after = self._transfers.used(pages, name, entry, "published")
         if after.notes.missing:

@@ -48,7 +48,7 @@ class Transfers:
     def _enter(self, retired: int, flight: Flight, pages: Pages, entry: Entry) -> None:
         live = entry.live()
         stranger = self._ledger.known(flight.request) is not None and not entry.holds(flight.request)
-        if stranger and live and NOBODY not in live:
+        if stranger and live and entry.all_known:
             self._overlap(pages, flight.request, live[0].name, f"{flight} enters what another request holds")
         elif not flight.ordered and retired < entry.busy:
             request = flight.request or next((life.name for life in live), "")

@@ -142,3 +142,10 @@ def test_head_major_views_become_one_run_a_head() -> None:
     view = torch.zeros(8, 2, 4, 16, dtype=torch.bfloat16).transpose(1, 2)  # [pages, heads, page, dim] seen as NHD
     made = KVSource.from_view("k0", view, first_head=6)
     assert [(run.offset, run.num_bytes, run.first_word) for run in made.runs] == [(0, 32, 48), (128, 32, 56)]
+
+
+def test_a_rank_counts_its_words_from_its_first_head_whether_a_run_holds_one_head_or_all() -> None:
+    tensor = torch.zeros(8, 4, 2, 16, dtype=torch.bfloat16)
+    by_token = KVSource.from_view("k0", tensor, first_head=6)
+    by_head = KVSource.from_view("k0", tensor.transpose(1, 2).contiguous().transpose(1, 2), first_head=6)
+    assert by_token.runs[0].first_word == by_head.runs[0].first_word == 48

@@ -36,7 +36,14 @@ def lines_of(output: bytes | str) -> list[dict[str, Any]]:
 
 
 def phase(**fields: Any) -> PhaseEnded:
-    values = {"model": "full", "phase": "clean", "forwards": 1, "requests": 1, "positions": POSITIONS, "reread": 1}
+    values: dict[str, Any] = {
+        "model": "full",
+        "phase": "clean",
+        "forwards": 1,
+        "requests": 1,
+        "positions": POSITIONS,
+        "reread": 1,
+    }
     return PhaseEnded(**values | fields)
 
 
@@ -65,7 +72,13 @@ def test_fewer_positions_than_promised_are_a_problem() -> None:
 
 
 def incident(**fields: Any) -> IncidentOpened:
-    values = {"incident": "1", "kind": "CONTENT", "headline": "CONTENT: ...", "requests": ("a",), "forward": 11}
+    values: dict[str, Any] = {
+        "incident": "1",
+        "kind": "CONTENT",
+        "headline": "CONTENT: ...",
+        "requests": ("a",),
+        "forward": 11,
+    }
     return IncidentOpened(**values | fields)
 
 
@@ -170,6 +183,7 @@ def test_damage_in_a_clean_phase_fails_the_demo(
     from torch import nn
 
     from kvcanary.cli import session
+    from kvcanary.cli.models import make_model
 
     def make_broken_model(*arguments: Any, **options: Any) -> nn.Module:
         model: nn.Module = make_model(*arguments, **options)
@@ -184,7 +198,6 @@ def test_damage_in_a_clean_phase_fails_the_demo(
         model.register_forward_pre_hook(spoil, with_kwargs=True)
         return model
 
-    make_model = session.make_model
     monkeypatch.setattr(session, "make_model", make_broken_model)
     assert main(["demo", "--json", "--model", "full", "--seconds", "0.3", "--faults", "none"]) == 1
     (problem,) = lines_of(capfdbinary.readouterr().out)[-1]["problems"]

@@ -23,6 +23,7 @@ OPERATIONS = {
     "check",
     "seal",
     "seal and scrub",
+    "scrub",
     "window",
     "abandon",
     "fingerprint",
@@ -94,6 +95,20 @@ def test_a_wrong_kernel_is_found_and_named(wrong: type[ReferenceKernels], operat
     assert tally.differing[operation] > 0
     assert operation in tally.differences[0]
     assert "expected" in tally.differences[0]
+    assert not tally.passed
+
+
+class Crashing(ReferenceKernels):
+    """Cannot be launched."""
+
+    def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+
+def test_a_kernel_that_raises_is_a_difference_and_no_traceback() -> None:
+    tally = compare(Crashing(), "cpu", cases=2, forwards=2, seed=0)
+    assert tally.differing == {"check": 2}
+    assert "check: raised RuntimeError: no kernel image" in tally.differences[0]
     assert not tally.passed
 
 

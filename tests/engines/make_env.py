@@ -29,7 +29,7 @@ def make_env(version: str, folder: Path) -> Path:
     (packages / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     wanted = [f"transformers=={version}"] + ([HUB[version]] if version in HUB else [])
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *wanted]
-    subprocess.run(command, check=True)  # noqa: S603 - our own interpreter, fixed arguments
+    subprocess.run(command, check=True)
     return python
 
 

@@ -32,7 +32,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
     """
     torch.manual_seed(seed)
     model = _MAKERS[kind]().eval()
-    model.config._attn_implementation = "sdpa"  # noqa: SLF001 - the way the library itself sets it
+    model.config._attn_implementation = "sdpa"
     return model
 
 

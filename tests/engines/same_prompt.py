@@ -19,6 +19,7 @@ import kvcanary
 from kvcanary.config import CanaryConfig
 from kvcanary.events import OwnershipViolated, ViolationDetected
 from tests.engines.models import VOCABULARY, make_model
+from tests.engines.serving import batching
 from tests.engines.transformers_cpu import cpu_stand_ins
 
 PAGE = 8
@@ -33,7 +34,7 @@ def main(prompt_length: int) -> dict[str, Any]:
     import transformers
 
     torch.set_num_threads(1)
-    dice = random.Random(1)  # noqa: S311 - a test's dice
+    dice = random.Random(1)
     prompt = [dice.randrange(30, VOCABULARY) for _ in range(prompt_length)]
     reports: list[ViolationDetected | OwnershipViolated] = []
 
@@ -68,19 +69,16 @@ def main(prompt_length: int) -> dict[str, Any]:
 
 def _manager(model: Any) -> Any:
     from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    fields = ContinuousBatchingConfig.__dataclass_fields__
-    pages = {"page_size": PAGE} if "page_size" in fields else {"block_size": PAGE}
     return model.init_continuous_batching(
         generation_config=GenerationConfig(max_new_tokens=24, do_sample=True, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
+        continuous_batching_config=batching(
+            PAGE,
             num_blocks=400,
             max_batch_tokens=256,
             max_blocks_per_request=0,
             use_async_batching=True,
             return_logprobs=True,
-            **pages,
         ),
     )
 
@@ -112,7 +110,7 @@ def _receive(manager: Any, outputs: dict[str, Any], *, tokens: int, end: float) 
 def _differs(model: Any, output: Any) -> float:
     """How far the engine's log-probabilities are from those of one plain forward of the same tokens."""
     tokens = output.prompt_ids + output.generated_tokens
-    model.config._attn_implementation = "sdpa"  # noqa: SLF001 - the engine may have left a paged one behind
+    model.config._attn_implementation = "sdpa"
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     expected = logits.float().log_softmax(-1)[len(output.prompt_ids) - 1 : -1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,28 +19,40 @@ from tests.engines.transformers_cpu import cpu_stand_ins
 DEADLINE_S = 30.0
 
 
+def batching(page: int, **options: Any) -> Any:
+    """The engine's own settings; the size of a page has another name in 5.17."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    name = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+    return ContinuousBatchingConfig(**{name: page, **options})
+
+
+def pool_groups(config: Any) -> int:
+    """How many groups draw their blocks from one pool: all in 5.17, one later."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    if "page_size" in ContinuousBatchingConfig.__dataclass_fields__:
+        return 1
+    counts = list(Counter(getattr(config, "layer_types", None) or ["one"]).values())
+    return sum(counts) // math.gcd(*counts)
+
+
 class Served:
     """A manager over a tiny model."""
 
-    def __init__(self, kind: str, *, asynchronous: bool = False, **batching: Any) -> None:
+    def __init__(self, kind: str, *, asynchronous: bool = False, **options: Any) -> None:
         from transformers import GenerationConfig
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         self.random = random.Random(3)
         self.model = make_model(kind)
-        fields = ContinuousBatchingConfig.__dataclass_fields__
-        pages = {"page_size": 8} if "page_size" in fields else {"block_size": 8}
-        self.batching = ContinuousBatchingConfig(
-            **{
-                "num_blocks": 200,
-                "max_batch_tokens": 128,
-                "max_requests_per_batch": 16,
-                "max_blocks_per_request": 0,
-                "use_async_batching": asynchronous,
-                **pages,
-                **batching,
-            }
-        )
+        settings: dict[str, Any] = {
+            "num_blocks": 200,
+            "max_batch_tokens": 128,
+            "max_requests_per_batch": 16,
+            "max_blocks_per_request": 0,
+            "use_async_batching": asynchronous,
+        }
+        self.batching = batching(8, **{**settings, **options})
         self.generation = GenerationConfig(max_new_tokens=12, do_sample=True, eos_token_id=-1, pad_token_id=0)
         self.manager = self.new_manager()
         self.outputs: dict[str, Any] = {}
@@ -72,12 +86,12 @@ class Served:
 
 
 @contextmanager
-def serve(kind: str = "full", *, asynchronous: bool = False, padded: bool = False, **batching: Any) -> Iterator[Served]:
+def serve(kind: str = "full", *, asynchronous: bool = False, padded: bool = False, **options: Any) -> Iterator[Served]:
     """An engine that is not started yet, and is stopped at the end."""
     torch.set_num_threads(1)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     with cpu_stand_ins(asynchronous=asynchronous, padded=padded):
-        served = Served(kind, asynchronous=asynchronous, **batching)
+        served = Served(kind, asynchronous=asynchronous, **options)
         try:
             yield served
         finally:

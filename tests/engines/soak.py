@@ -23,6 +23,7 @@ import kvcanary
 from kvcanary.config import CanaryConfig
 from kvcanary.events import Event, OwnershipViolated, RunStarted, SnapshotTaken, ViolationDetected
 from tests.engines.models import KINDS, VOCABULARY, make_model
+from tests.engines.serving import batching, pool_groups
 from tests.engines.transformers_cpu import cpu_stand_ins
 
 DEADLINE_S = 60.0
@@ -55,16 +56,17 @@ class Mode:
 
 _BASE = Mode("sync")
 _ASYNC = replace(_BASE, name="async", asynchronous=True)
-_SMALL = {"roomy": False, "batch_tokens": 96}
+_SMALL = replace(_BASE, roomy=False, batch_tokens=96)
+_SMALL_ASYNC = replace(_SMALL, asynchronous=True)
 MODES = (
     _BASE,
     _ASYNC,
     replace(_BASE, name="sync chunked", batch_tokens=32),
     replace(_ASYNC, name="async chunked", batch_tokens=48),
-    replace(_BASE, name="soft reset", **_SMALL),
-    replace(_ASYNC, name="async soft reset", **_SMALL),
-    replace(_BASE, name="offload", offload_gib=0.01, **_SMALL),
-    replace(_ASYNC, name="async offload", offload_gib=0.01, **_SMALL),
+    replace(_SMALL, name="soft reset"),
+    replace(_SMALL_ASYNC, name="async soft reset"),
+    replace(_SMALL, name="offload", offload_gib=0.01),
+    replace(_SMALL_ASYNC, name="async offload", offload_gib=0.01),
     replace(_BASE, name="no sharing", models=("full",), sharing=False),
     replace(_ASYNC, name="async no sharing", models=("full",), sharing=False),
     replace(_BASE, name="one family", models=("full",), families=1),
@@ -76,11 +78,11 @@ MODES = (
     replace(_BASE, name="block table", models=("full",), fast_decode=True),
     replace(_ASYNC, name="async block table", models=("full",), fast_decode=True),
     replace(_ASYNC, name="async padded block table", models=("full",), fast_decode=True, padded=True),
-    replace(_ASYNC, name="async block table offload", models=("full",), fast_decode=True, offload_gib=0.01, **_SMALL),
+    replace(_SMALL_ASYNC, name="async block table offload", models=("full",), fast_decode=True, offload_gib=0.01),
     replace(_BASE, name="forks", children=2),
     replace(_ASYNC, name="async forks", children=2),
-    replace(_BASE, name="forks offload", children=2, offload_gib=0.01, **_SMALL),
-    replace(_ASYNC, name="async forks offload", children=2, offload_gib=0.01, **_SMALL),
+    replace(_SMALL, name="forks offload", children=2, offload_gib=0.01),
+    replace(_SMALL_ASYNC, name="async forks offload", children=2, offload_gib=0.01),
     replace(_BASE, name="cancel", cancel=0.2),
     replace(_ASYNC, name="async cancel", cancel=0.2, sharing=False),
     replace(_BASE, name="prefill first", scheduler="prefill_first", batch_tokens=48),
@@ -152,7 +154,7 @@ class Prompts:
     """Random prompts in families that share prefixes, some of them whole pages, some repeated to the token."""
 
     def __init__(self, seed: int, families: int, page: int, longest: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - a test's dice
+        self._random = random.Random(seed)
         self._longest = longest
         lengths = [page * 2, page * 3 + 3, page * 5]
         self._heads = [self._tokens(lengths[i % len(lengths)]) for i in range(families)]
@@ -160,7 +162,7 @@ class Prompts:
     def next(self) -> list[int]:
         """One prompt."""
         head = self._random.choice(self._heads)
-        if self._random.random() < 0.3:  # noqa: PLR2004 - a share
+        if self._random.random() < 0.3:
             return head[: self._longest]
         return (head + self._tokens(self._random.randrange(1, 40)))[: self._longest]
 
@@ -191,16 +193,13 @@ def run(
 class _Runner:
     def __init__(self, mode: Mode, model: Any, outcome: Outcome, seed: int) -> None:
         from transformers import GenerationConfig
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         self._mode, self._model, self._outcome = mode, model, outcome
-        self._random = random.Random(seed + 1)  # noqa: S311 - a test's dice
+        self._random = random.Random(seed + 1)
         self._deadline = time.monotonic() + DEADLINE_S
-        fields = ContinuousBatchingConfig.__dataclass_fields__
-        pages = {"page_size": mode.page} if "page_size" in fields else {"block_size": mode.page}
-        self._groups = 1 if "page_size" in fields else _groups_of_5_17(model.config)
-        self._batching = ContinuousBatchingConfig(
-            num_blocks=(400 if mode.roomy else 20) * self._groups,
+        self._batching = batching(
+            mode.page,
+            num_blocks=(400 if mode.roomy else 20) * pool_groups(model.config),
             max_batch_tokens=mode.batch_tokens,
             max_requests_per_batch=48,
             max_blocks_per_request=32 if mode.fast_decode else 0,
@@ -210,7 +209,6 @@ class _Runner:
             scheduler_type=mode.scheduler,
             q_padding_interval_size=16,
             kv_padding_interval_size=64,
-            **pages,
         )
         # About one token in twenty ends an answer.
         ends = self._random.sample(range(30, VOCABULARY), VOCABULARY // 20)
@@ -320,14 +318,6 @@ class _Runner:
             self._outcome.errors[output.error[:200]] += 1
 
 
-def _groups_of_5_17(config: Any) -> int:
-    """5.17 draws the blocks of all its groups from one pool."""
-    types = getattr(config, "layer_types", None) or ["one"]
-    counts = list(Counter(types).values())
-    size = next(n for n in range(min(counts), 0, -1) if all(count % n == 0 for count in counts))
-    return sum(counts) // size
-
-
 def main(names: list[str]) -> int:
     """Run all modes (or those named) on all their models; the number of runs that found something."""
     bad, requests = 0, 0
@@ -340,10 +330,11 @@ def main(names: list[str]) -> int:
             requests += outcome.finished
             wrong = bool(outcome.violations or outcome.failed or outcome.hung or outcome.errors)
             bad += wrong
+            reasons = {reason: count for reason, count in outcome.unverified.items() if count}
             line = (
-                f"{'BAD ' if wrong else 'ok  '}{mode.name:28} {kind:8} {outcome.finished:4} requests {outcome.forwards:5} forwards "
-                f"verified {dict(outcome.verified)} unverified { {k: v for k, v in outcome.unverified.items() if v} } "
-                f"{dict(outcome.kinds)} {dict(outcome.errors)} {time.monotonic() - began:.1f} s"
+                f"{'BAD ' if wrong else 'ok  '}{mode.name:28} {kind:8} {outcome.finished:4} requests "
+                f"{outcome.forwards:5} forwards {time.monotonic() - began:5.1f} s verified {dict(outcome.verified)} "
+                f"unverified {reasons} {dict(outcome.kinds)} {dict(outcome.errors)}"
             )
             print(line, flush=True)  # noqa: T201
             for event in outcome.violations[:3]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.engines.serving import serve
 pytestmark = pytest.mark.engine
 
 
-def watch(engine: Any, recorder: EventRecorder | None = None, mode: str = "log") -> kvcanary.Watch:
+def watch(engine: Any, recorder: EventRecorder | None = None, mode: Literal["log", "raise"] = "log") -> kvcanary.Watch:
     config = CanaryConfig(mode=mode, scrub_mib_per_step=1.0)
     return kvcanary.watch(engine, config=config, observers=[] if recorder is None else [recorder])
 
@@ -138,10 +138,10 @@ def test_a_newer_release_is_warned_of_and_watched(monkeypatch: pytest.MonkeyPatc
     recorder = EventRecorder()
     with serve() as engine:
         monkeypatch.setattr("transformers.__version__", "5.31.0")
-        with (
-            pytest.warns(UserWarning, match=r"transformers 5\.31\.0 is newer than 5\.24"),
-            watch(engine.manager, recorder),
-        ):
+        watched = watch(engine.manager, recorder)
+        with pytest.warns(UserWarning, match=r"transformers 5\.31\.0 is newer than 5\.24"):
+            watched.start()
+        with watched:
             engine.manager.start()
             engine.ask([engine.prompt()])
     assert recorder.of(SnapshotTaken)
@@ -199,9 +199,12 @@ def test_the_sentinel_puts_the_old_bytes_back(kind: str) -> None:
 def test_what_is_compiled_into_one_graph_is_refused() -> None:
     from transformers.generation.configuration_utils import CompileConfig
 
-    with serve(varlen_compile_config=CompileConfig(fullgraph=True)) as engine, watch(engine.manager):
-        with pytest.raises(ConfigError, match="varlen_compile_config asks for fullgraph=True"):
-            engine.manager.warmup()
+    with (
+        serve(varlen_compile_config=CompileConfig(fullgraph=True)) as engine,
+        watch(engine.manager),
+        pytest.raises(ConfigError, match="varlen_compile_config asks for fullgraph=True"),
+    ):
+        engine.manager.warmup()
 
 
 def test_a_forward_that_raises_is_abandoned_and_the_engine_still_says_why() -> None:
@@ -252,13 +255,15 @@ def test_the_model_may_be_used_elsewhere_in_a_pause() -> None:
 
 def test_raise_mode_stops_the_engine_and_raises_when_the_watch_ends() -> None:
     with serve() as engine:
-        with pytest.raises(KVCorruptionError) as found, watch(engine.manager, mode="raise") as watched:
-            engine.manager.start()
-            engine.ask([engine.prompt()])
-            with engine.manager.pause():
-                # Cached prefixes lie in the arena; turning every byte over hits them all.
-                engine.manager.batch_processor.cache.cache_tensor.bitwise_not_()
-            output = engine.ask([engine.prompt()], new_tokens=100)[0]
-            assert watched.error is not None
-            assert output.error == str(watched.error)
+        watched = watch(engine.manager, mode="raise").start()
+        engine.manager.start()
+        engine.ask([engine.prompt()])
+        with engine.manager.pause():
+            # Cached prefixes lie in the arena; turning every byte over hits them all.
+            engine.manager.batch_processor.cache.cache_tensor.bitwise_not_()
+        output = engine.ask([engine.prompt()], new_tokens=100)[0]
+        assert watched.error is not None
+        assert output.error == str(watched.error)
+        with pytest.raises(KVCorruptionError) as found:
+            watched.stop()
         assert found.value.kind in ("CONTENT", "NULL_DIRTY")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def reads(keywords: dict[str, Any], kind: str, group: int) -> list[torch.Tensor]
     if entries.numel() == 0:
         return []
     ends = keywords["cu_seq_lens_k"][kind].tolist()
-    return [entries[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    return [entries[first:last] for first, last in pairwise(ends)]
 
 
 def decoding(keywords: dict[str, Any]) -> bool:

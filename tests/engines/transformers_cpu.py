@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def _decode_mask(keywords: Any, dtype: torch.dtype) -> torch.Tensor:
     ends = _lengths(keywords).tolist()
     tokens = keywords["input_ids"].shape[1]
     mask = torch.full((1, 1, tokens, ends[-1]), torch.finfo(dtype).min, dtype=dtype)
-    for row, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (first, last) in enumerate(pairwise(ends)):
         mask[..., row, first:last] = 0
     return mask
 
@@ -170,7 +171,7 @@ def _through_table(
     """
     page = keys.shape[1]
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for row, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (first, last) in enumerate(pairwise(ends)):
         length = last - first
         if length == 0:
             continue
@@ -190,9 +191,9 @@ def _update_by_table(put: _Put) -> None:
         if table is None:
             return original(self, key_states, value_states, layer_idx, kwargs=kwargs)
         allocator = self.layer_to_allocator[layer_idx]
-        new = tuple(states.squeeze(0).transpose(0, 1) for states in (key_states, value_states))
-        pages = allocator.get_cache_for_block_table(layer_idx)
-        found = _through_table(*pages, new, table[allocator.index], _lengths(kwargs).tolist())
+        new = key_states.squeeze(0).transpose(0, 1), value_states.squeeze(0).transpose(0, 1)
+        keys, values = allocator.get_cache_for_block_table(layer_idx)
+        found = _through_table(keys, values, new, table[allocator.index], _lengths(kwargs).tolist())
         return tuple(states.transpose(0, 1).unsqueeze(0) for states in found)
 
     put(cache, "update", update)
@@ -210,9 +211,9 @@ def _attend_by_table(put: _Put) -> None:
         cache = kwargs["cache"]
         group, place = cache.layer_index_to_group_indices[module.layer_idx]
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-        new = tuple(states.squeeze(0).transpose(0, 1) for states in (key, value))
-        pages = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-        found = _through_table(*pages, new, table[group], _lengths(kwargs).tolist())
+        new = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+        keys, values = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+        found = _through_table(keys, values, new, table[group], _lengths(kwargs).tolist())
         states = [paged.repeat_kv(part.transpose(0, 1).unsqueeze(0), module.num_key_value_groups) for part in found]
         output = torch.nn.functional.scaled_dot_product_attention(
             query, states[0], states[1], attn_mask=attention_mask, scale=kwargs.get("scaling")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcanary.errors import ConfigError
@@ -11,10 +13,15 @@ from kvcanary.record import Kind
 STALE = Injection(fault=fault("stale-slot"), forward=7, requests=("a", "b"))
 
 
-def incident(**fields: object) -> IncidentOpened:
-    return IncidentOpened(
-        **{"incident": "1", "headline": "", "forward": 7, "kind": "TABLE_MISMATCH", "requests": ("b",)} | fields
-    )  # type: ignore[arg-type]
+def incident(**fields: Any) -> IncidentOpened:
+    values: dict[str, Any] = {
+        "incident": "1",
+        "headline": "",
+        "kind": "TABLE_MISMATCH",
+        "requests": ("b",),
+        "forward": 7,
+    }
+    return IncidentOpened(**values | fields)
 
 
 def test_every_fault_can_be_done_on_transformers() -> None:

@@ -30,9 +30,9 @@ class Rig:
     """A watched engine with one thread's worth of traffic, and what it reported."""
 
     def __init__(self, manager: Any, kv: kvcanary.Watch, events: list[Event]) -> None:
-        self.manager, self.events = manager, events
-        self.canary = kv.canary
-        assert self.canary is not None
+        canary = kv.canary
+        assert canary is not None
+        self.manager, self.canary, self.events = manager, canary, events
         self.seeds = itertools.count(1)
         self.refresh()
 
@@ -180,9 +180,10 @@ def test_a_fault_that_cannot_be_done_fails_its_future_and_not_the_engine(
 
 def test_an_engine_that_was_not_started_cannot_be_broken() -> None:
     manager = make_manager(make_model("full"))
-    with kvcanary.watch(manager, mode="log") as kv, pytest.raises(ConfigError, match="call start"):
+    with kvcanary.watch(manager, mode="log") as kv:
         assert kv.canary is not None
-        TransformersInjector(manager, kv.canary)
+        with pytest.raises(ConfigError, match="call start"):
+            TransformersInjector(manager, kv.canary)
 
 
 def test_an_unknown_group_is_refused(rig: Rig) -> None:

@@ -157,6 +157,19 @@ def test_the_last_named_holder_frees_the_page() -> None:
     assert engine.launch() == []
 
 
+def test_two_holders_that_end_in_one_step_may_both_name_themselves() -> None:
+    engine = Script()
+    engine.alloc("a", 3)
+    engine.hit("b", 3)
+    engine.launch()
+    for request in "ab":
+        engine.finish(request)
+        engine.free(3, request=request)
+    assert engine.launch() == []
+    engine.free(3, request="b")
+    assert told(engine.launch()) == [("DOUBLE_FREE", 3, "b", "")]
+
+
 def test_a_fork_shares_pages_that_were_never_published() -> None:
     engine = Script()
     engine.alloc("a", 3, 4)
@@ -425,4 +438,15 @@ def test_pages_of_other_groups_are_other_pages() -> None:
     engine.alloc("a", 3, group="full")
     engine.alloc("b", 3, group="swa")
     engine.free(3, group="full")
+    assert engine.launch() == []
+
+
+def test_whoever_held_a_page_before_the_watch_may_publish_it_beside_those_who_are_known() -> None:
+    engine = Script()
+    engine.publish("old", 1)
+    engine.hit("new", 1)
+    engine.publish("older", 1)
+    engine.alloc("older", 1)
+    engine.free(1, request="older")
+    engine.free(1, request="new")
     assert engine.launch() == []

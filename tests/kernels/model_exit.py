@@ -179,6 +179,7 @@ class Model(EntryModel):
             if source == DigestSource.UNKNOWN:
                 words[RowWord.HIGH] = -1
                 words[RowWord.FLAGS] &= ~RowFlag.ARMED
+                words[RowWord.ANCHOR_POSITION], words[RowWord.ANCHOR_DIGEST] = context, 0
                 continue
             high = context + new
             known = {context + j: self.scratch_links[start + j][1] for j in range(new)}
@@ -347,12 +348,13 @@ class Model(EntryModel):
         words = self.rows[fact.row]
         if words[RowWord.TAG] != fact.tag:
             return
-        if fact.armed or words[RowWord.HIGH] < 0:
+        assumed = words[RowWord.ANCHOR_DIGEST] if words[RowWord.ANCHOR_POSITION] == fact.position else 0
+        if fact.armed or (words[RowWord.HIGH] < 0 and words[RowWord.ANCHOR_POSITION] < 0):
             self._base(fact, fact.digest)
-        elif words[RowWord.ANCHOR_POSITION] == fact.position and words[RowWord.ANCHOR_DIGEST] == fact.digest:
+        elif assumed and assumed == fact.digest:
             words[RowWord.FLAGS] |= RowFlag.ARMED
             words[RowWord.ANCHOR_POSITION], words[RowWord.ANCHOR_DIGEST] = -1, 0
-        elif words[RowWord.ANCHOR_POSITION] == fact.position:
+        elif assumed:
             self.report(
                 Kind.REQUEST_DIGEST, Role.FACTS, fact.group, fact.row, position_expected=fact.position,
                 digest_expected=fact.digest, digest_found=words[RowWord.ANCHOR_DIGEST],

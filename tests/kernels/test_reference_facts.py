@@ -254,6 +254,23 @@ def test_a_late_base_that_disagrees_is_reported_and_leaves_the_row_unarmed() -> 
     assert rig.unverified(Reason.UNARMED_ROW) > 0
 
 
+def test_a_late_base_for_a_row_that_went_on_without_any_raises_no_alarm() -> None:
+    rig = Rig(armed=False)
+    request = rig.request(9)
+    rig.state.counters[Word.ARMED] = 1
+    rig.state.groups[0].owner.zero_()
+    base = rig.world.digest(request, 9)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    assert rig.decode(request) == []
+    rig.fact(FactOp.ANCHOR, row=request.row, tag=request.tag, position=9, digest=base)
+    assert [rig.decode(request), rig.decode(request)] == [[], []]
+    assert int(rig.state.rows[request.row, RowWord.HIGH]) == -1
+    base = rig.world.digest(request, 12)
+    rig.fact(FactOp.ANCHOR, row=request.row, tag=request.tag, position=12, digest=base, armed=True)
+    assert rig.decode(request) == []
+    assert int(rig.state.rows[request.row, RowWord.HIGH]) == 13
+
+
 def test_a_base_for_a_row_that_was_given_away_is_ignored() -> None:
     rig = Rig()
     request, base = late_row(rig)

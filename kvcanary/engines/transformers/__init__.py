@@ -38,6 +38,7 @@ class TransformersAdapter:
         Raises:
             ConfigError: the release is too old, lacks something that is needed, or the pool cannot be viewed.
         """
+        from kvcanary.engines.base import unarmed_checks
         from kvcanary.engines.transformers.attach import attach
 
-        return attach(engine, canary)
+        return attach(engine, canary, unarmed_checks(self))

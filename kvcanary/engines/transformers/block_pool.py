@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kvcanary.engines.transformers.requests import Facts, Requests
 
 
+_SPACE = 0
+"""Blocks are facts of the first group: the others share its slots."""
+
+
 class BlockPool:
     """Layout, tables and life cycle of one ``PagedAttentionCache`` with a ``_block_manager``.
 
@@ -104,6 +108,11 @@ class BlockPool:
         del by_dict  # 5.17 knows the index lists only
         self._cache.update(key, value, layer, [index[:0] for index in indices], indices)
 
+    def space(self, group: int) -> int:
+        """The group whose slots a group uses."""
+        del group  # one pool for all
+        return _SPACE
+
     def table(self, group: int, request: str) -> Sequence[int]:
         """Blocks of a request in a group."""
         blocks: Sequence[int] = self._managers[group].block_table.get(request, ())
@@ -177,7 +186,7 @@ class _Wires:
                 state = self._requests.state_of(self._storing)
                 if state is not None:
                     self._requests.admitted(state)
-                self._facts(self._canary.alloc, group_id, request, list(blocks))
+                self._facts(self._canary.alloc, _SPACE, request, list(blocks))
             return blocks
 
         return get_free_blocks
@@ -190,8 +199,8 @@ class _Wires:
             enough = original(n_blocks)
             gone = [block for block in cached if block not in blocks._init_block_ids]  # noqa: SLF001
             if gone:
-                self._facts(self._canary.evict, 0, gone)
-                self._facts(self._canary.free, 0, gone)
+                self._facts(self._canary.evict, _SPACE, gone)
+                self._facts(self._canary.free, _SPACE, gone)
             return enough
 
         return has_enough_free_blocks
@@ -201,7 +210,7 @@ class _Wires:
             freed = [block for block in blocks if not shareable or self._ends(block)]
             result = original(blocks, shareable)
             if freed:
-                self._facts(self._canary.free, 0, freed)
+                self._facts(self._canary.free, _SPACE, freed)
             return result
 
         return free_blocks
@@ -214,7 +223,7 @@ class _Wires:
     def uninitialize_unshared_block(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def uninitialize_unshared_block(block_id: int) -> Any:
             result = original(block_id)
-            self._facts(self._canary.free, 0, [block_id])
+            self._facts(self._canary.free, _SPACE, [block_id])
             return result
 
         return uninitialize_unshared_block
@@ -224,7 +233,7 @@ class _Wires:
             matched = original(request_id, prompt_ids)
             if matched:
                 table = self._cache.group_cache_managers[0].block_table.get(request_id, ())
-                self._requests.matched(request_id, 0, table[: matched // self._cache.block_size])
+                self._requests.matched(request_id, _SPACE, table[: matched // self._cache.block_size])
             return matched
 
         return search_prefix_match
@@ -254,9 +263,9 @@ class _Wires:
             # The request goes on with blocks that were there before; its own ones were freed.
             adopted = [new for old, new in zip(before, after, strict=True) if old != new]
             if published:
-                self._facts(self._canary.publish, 0, published, request=self._marking)
+                self._facts(self._canary.publish, _SPACE, published, request=self._marking)
             if adopted:
-                self._facts(self._canary.reuse, 0, self._marking, adopted)
+                self._facts(self._canary.reuse, _SPACE, self._marking, adopted)
             return result
 
         return mark_shareable_blocks_as_complete
@@ -265,8 +274,9 @@ class _Wires:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def fork_blocks(parent_request_id: str, children_request_ids: Sequence[str], block_manager: Any) -> Any:
                 parent = self._requests.state_of(parent_request_id)
-                for child in children_request_ids if parent is not None else ():
-                    self._requests.forked(child, parent, parent.position_offset)
+                if parent is not None:
+                    for child in children_request_ids:
+                        self._requests.forked(child, parent, parent.position_offset)
                 self._children.extend(children_request_ids)
                 try:
                     sources, targets = original(parent_request_id, children_request_ids, block_manager)
@@ -276,7 +286,7 @@ class _Wires:
                     table = self._cache.group_cache_managers[group].block_table[child]
                     own = len(targets) // len(children_request_ids)
                     if len(table) > own:
-                        self._facts(self._canary.reuse, group, child, list(table[: len(table) - own]))
+                        self._facts(self._canary.reuse, _SPACE, child, list(table[: len(table) - own]))
                 return sources, targets
 
             return fork_blocks
@@ -286,7 +296,7 @@ class _Wires:
     def copy_cache(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def copy_cache(list_source_blocks: Sequence[int], list_forked_blocks: Sequence[int]) -> Any:
             result = original(list_source_blocks, list_forked_blocks)
-            self._facts(self._canary.move, 0, list(list_source_blocks), list(list_forked_blocks))
+            self._facts(self._canary.move, _SPACE, list(list_source_blocks), list(list_forked_blocks))
             return result
 
         return copy_cache

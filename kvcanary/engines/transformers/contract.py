@@ -12,7 +12,10 @@ OLDEST = (5, 17)
 NEWEST = (5, 24)
 """Releases that the adapter was tested with."""
 
-_MANAGER = {
+_Names = dict[str, tuple[str, ...] | None]
+"""Dotted names; for methods the parameters that are used, None for attributes."""
+
+_MANAGER: _Names = {
     "_create_batch_processor": (),
     "stop": (),
     "is_running": (),
@@ -20,7 +23,7 @@ _MANAGER = {
     "model": None,
     "distributed_helper": None,
 }
-_PROCESSOR = {
+_PROCESSOR: _Names = {
     "cache.update": ("key_states", "value_states", "layer_idx"),
     "cache.search_prefix_match": ("request_id", "prompt_ids"),
     "cache.max_batch_tokens": None,
@@ -40,7 +43,7 @@ _PROCESSOR = {
     "model_runner.warmup": ("model",),
     "model_runner.pad_inputs": None,
 }
-_SECTORS = {
+_SECTORS: _Names = {
     "cache.cache_tensor": None,
     "cache.can_store_request_tokens": ("state",),
     "cache.mark_complete_blocks": ("state", "complete_blocks"),
@@ -48,7 +51,7 @@ _SECTORS = {
     "cache.pool.get_free_blocks": ("index", "num_blocks"),
     "cache.pool.free_blocks": ("index", "block_ids"),
 }
-_ALLOCATOR = {
+_ALLOCATOR: _Names = {
     "fork_blocks": ("source_request_id", "dest_request_id", "past_length"),
     "copy_blocks": ("source_block_ids", "dest_block_ids"),
     "ledger.register_new_hash": ("block_id", "block_hash"),
@@ -67,7 +70,7 @@ _ALLOCATOR = {
     "cache_dtype": None,
     "write_trash_index": None,
 }
-_BLOCKS = {
+_BLOCKS: _Names = {
     "cache.block_size": None,
     "cache.num_blocks": None,
     "cache.key_cache": None,
@@ -86,7 +89,7 @@ _BLOCKS = {
     "cache._block_manager._init_block_ids": None,
     "cache._block_manager._id_to_block": None,
 }
-_GROUP_MANAGER = {
+_GROUP_MANAGER: _Names = {
     "fork_blocks": ("parent_request_id", "children_request_ids", "block_manager"),
     "block_table": None,
 }
@@ -108,8 +111,8 @@ def check_version(version: str) -> None:
         )
     if release > NEWEST:
         warnings.warn(
-            f"transformers {version} is newer than {_dotted(NEWEST)}, the last release that kvcanary was tested with; everything "
-            "it uses was found, but a change of meaning would go unnoticed",
+            f"transformers {version} is newer than {_dotted(NEWEST)}, the last release that kvcanary was tested with; "
+            "names are checked and a token is written and read back, but a change of meaning would go unnoticed",
             stacklevel=2,
         )
 
@@ -122,7 +125,7 @@ def check_manager(manager: Any, version: str) -> None:
 def check_processor(processor: Any, version: str) -> None:
     """Raises ConfigError when a batch processor, its cache or a request lack something that the adapter uses."""
     missing = _missing(processor, _PROCESSOR, "batch_processor")
-    cache = getattr(processor, "cache", None)
+    cache: Any = getattr(processor, "cache", None)
     if hasattr(cache, "cache_allocators"):
         missing += _missing(processor, _SECTORS, "batch_processor")
         for name, allocator in cache.cache_allocators.items():
@@ -146,7 +149,7 @@ def _missing_in_states() -> list[str]:
     return missing + [f"FutureRequestState.{name}" for name in ("state", "query_length") if name not in future]
 
 
-def _missing(root: Any, names: dict[str, tuple[str, ...] | None], where: str) -> list[str]:
+def _missing(root: Any, names: _Names, where: str) -> list[str]:
     missing: list[str] = []
     for path, parameters in names.items():
         found = root
@@ -168,8 +171,8 @@ def _missing(root: Any, names: dict[str, tuple[str, ...] | None], where: str) ->
 def _refuse(missing: list[str], version: str) -> None:
     if missing:
         raise ConfigError(
-            f"transformers {version} lacks what kvcanary uses of its continuous batching: {', '.join(missing)}. Releases "
-            f"{_dotted(OLDEST)} to {_dotted(NEWEST)} were tested; use one of these, or a newer kvcanary"
+            f"transformers {version} lacks what kvcanary uses of its continuous batching: {', '.join(missing)}. "
+            f"Releases {_dotted(OLDEST)} to {_dotted(NEWEST)} were tested; use one of these, or a newer kvcanary"
         )
 
 

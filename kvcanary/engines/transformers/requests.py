@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 class Tables(Protocol):
     """What the life cycle of requests needs to know of a pool."""
 
+    def space(self, group: int) -> int:
+        """The group whose slots a group uses."""
+        ...
+
     def table(self, group: int, request: str) -> Sequence[int]:
         """Blocks of a request in a group, in order; empty when it has none."""
         ...
@@ -133,8 +137,10 @@ class Requests:
             self._preempt(request)
             return
         self._saved.pop(request, None)
-        done = state is not None and state.status.name == "FINISHED"
-        self._end(request, state.initial_tokens + state.generated_tokens if done else None)
+        if state is not None and state.status.name == "FINISHED":
+            self._end(request, state.initial_tokens + state.generated_tokens)
+        else:
+            self._end(request, None)
 
     def forget(self) -> None:
         """All requests are gone: a new session on the same pool."""
@@ -170,7 +176,7 @@ class Requests:
             if state.request_id not in kept:
                 continue
             exported = [
-                (group, self._facts(self._canary.export_records, group, blocks))
+                (group, self._facts(self._canary.export_records, self._tables.space(group), blocks))
                 for group, blocks in enumerate(groups)
                 if blocks
             ]
@@ -180,7 +186,8 @@ class Requests:
         """The blocks of a request were copied back, to the first ones of its new tables."""
         for group, records in self._saved.pop(request, ()):
             blocks = list(self._tables.table(group, request)[: records.pages])
-            self._facts(self._canary.import_records, group, blocks, records, request=request)
+            space = self._tables.space(group)
+            self._facts(self._canary.import_records, space, blocks, records, request=request)
 
     # --- wires --------------------------------------------------------------------------------------------
 

@@ -125,6 +125,10 @@ class SectorPool:
         }
         self._cache.update(key, value, layer, kwargs=keywords)
 
+    def space(self, group: int) -> int:
+        """The group whose slots a group uses: each has its own."""
+        return group
+
     def table(self, group: int, request: str) -> Sequence[int]:
         """Blocks of a request in a group."""
         blocks: Sequence[int] = self._allocators[group].block_table.get(request, ())

@@ -1,4 +1,4 @@
-"""One token written through the engine's own path and read back through the sources: layouts change between releases."""
+"""One token written through the engine's own path and read back through the sources, since layouts change."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ def write_sentinel(pool: Writable, cache: Any, layout: PoolLayout) -> None:
                 key, value = (_sample(item.sources[0].tensor, random) for _ in range(2))
                 before = [place.clone() for place in places]
                 pool.update(key, value, layer, indices, by_dict)
-                wrong = _wrong_sources(item.sources, places, before, pool.place(layer), key, value)
+                wrong = _wrong_sources(item.sources, places, before, pool.place(layer), {"k": key, "v": value})
                 if wrong:
                     raise ConfigError(
-                        f"a token written through the engine's own cache.update to layer {layer} of group {item.name!r} was not "
-                        f"found where the layout says: {', '.join(wrong)} of slot {pool.trash(group)[1]} differ. This release "
-                        "lays its cache out in another way; use a tested release or a newer kvcanary"
+                        f"a token written through the engine's own cache.update to layer {layer} of group "
+                        f"{item.name!r} was not found where the layout says: {', '.join(wrong)} of slot "
+                        f"{pool.trash(group)[1]} differ. This release lays its cache out in another way; use a tested "
+                        "release or a newer kvcanary"
                     )
             for place, old in zip(places, saved, strict=True):
                 place.copy_(old)
@@ -91,16 +92,12 @@ def _wrong_sources(
     now: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor],
     layer: int,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    written: dict[str, torch.Tensor],
 ) -> list[str]:
+    """Sources of the layer that do not hold what was written, and others that changed."""
     wrong: list[str] = []
     for source, place, old in zip(sources, now, before, strict=True):
-        if source.layer != layer:
-            expected = old
-        else:
-            written = key if source.component == "k" else value
-            expected = written.contiguous().view(torch.uint8).reshape(-1)
-        if not torch.equal(place, expected):
+        new = written[source.component].contiguous().view(torch.uint8).reshape(-1)
+        if not torch.equal(place, new if source.layer == layer else old):
             wrong.append(source.name)
     return wrong
