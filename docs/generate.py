@@ -198,10 +198,9 @@ OWN_WORDS = {
     "all of it (`full`)",
     "track_ownership": "keep the ledger of who holds which page, on the host",
     "check_nonfinite": "report NaN and infinity in the bytes of new tokens",
-    "poison": "find writes that never came. No kernel places poison in this version: values other than `off` change "
-    "nothing",
+    "poison": "find writes that never came. No kernel of this version places poison: other values are refused",
     "log_profile": "names of the fields in the log, see [logs](../how-to/logs.md)",
-    "journal": "directory for the journal. The journal is not part of this version: leave it unset",
+    "journal": "directory for the journal. This version has none: a value is refused",
     "journal_level": "what the journal keeps; without a journal of no effect",
     "fact_queue": "lifecycle calls that may wait for the drain; what does not fit is lost, counted, and told as "
     "`facts.lost`",

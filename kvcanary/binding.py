@@ -10,7 +10,7 @@ from kvcanary.kernels import DeviceFact, Kernels
 from kvcanary.layout import PoolLayout
 from kvcanary.record import make_keys
 from kvcanary.requests import Registry
-from kvcanary.state import DeviceState, Limits
+from kvcanary.state import DeviceState, Limits, Word
 
 _UNBOUND = "the canary has no pool yet; the adapter calls bind() once the engine has made one"
 
@@ -75,6 +75,13 @@ class Binding:
         if self.config.fingerprint == "off":
             return 0
         return int(self.config.scrub_mib_per_step * (1 << 20))
+
+    def _retired(self) -> int:
+        """The last forward that is known to be done, from the newest header."""
+        headers, newest = self.state.headers, self.next_forward - 1
+        if int(headers[newest % headers.shape[0], Word.SEQUENCE]) == newest:
+            return newest
+        return int(headers[:, Word.SEQUENCE].max())
 
     def _take_pool(
         self, layout: PoolLayout, kernels: Kernels, *, max_tokens: int, max_batch_rows: int, max_rows: int

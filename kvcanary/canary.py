@@ -33,6 +33,7 @@ Quarantiner = Callable[[Quarantine], Iterable[Event]]
 """An adapter's hand: takes requests and pages out of service, says what it did."""
 
 _ROLES = {role.name.lower(): role for role in Role}
+_NAMES = {role: name for name, role in _ROLES.items()}
 
 
 class Canary(Lifecycle, Tools):
@@ -50,6 +51,10 @@ class Canary(Lifecycle, Tools):
     def __init__(self, config: CanaryConfig, *, observers: Sequence[Observer] = ()) -> None:
         if config.mode == "off":
             raise ConfigError("mode 'off' makes no canary; use install_canary() or watch(), which return none then")
+        if config.poison != "off":
+            raise ConfigError(
+                f"poison={config.poison!r}: no kernel of this version places poison, so it would find nothing; set 'off'"
+            )
         super().__init__(config, observers)
         self._suppressed: set[Role] = set()
         self._due = dict.fromkeys(_ROLES, 0)
@@ -278,15 +283,16 @@ class Canary(Lifecycle, Tools):
             # A graph replay runs the captured launches without this thread: what was due is known all the same.
             forwards = 1
             for role in (Role.MARK, Role.CHECK, Role.SEAL) + ((Role.SCRUB,) if self._scrub_bytes else ()):
-                self._due[role.name.lower()] += 1
+                self._due[_NAMES[role]] += 1
         if forwards == 0:
             self.facts.launched_nothing()
             return
         last = self.next_forward + forwards - 1
-        self.facts.launched(self.next_forward, self._ring.retired, self._rows, self._tokens, forwards, dict(self._due))
+        due = dict(self._due)
+        self.facts.launched(self.next_forward, self._ring.retired, self._rows, self._tokens, forwards, due)
         self.next_forward = last + 1
         self._host_ns += time.perf_counter_ns() - began
-        self._ring.push(last, time.monotonic_ns(), self._host_ns, dict(self._due), self._stream)
+        self._ring.push(last, time.monotonic_ns(), self._host_ns, due, self._stream)
         self.drain.wake()
 
     def replayed(self) -> None:
@@ -321,7 +327,7 @@ class Canary(Lifecycle, Tools):
 
     def _count(self, role: Role, *, due: bool = True) -> None:
         if due and not self._capturing():
-            self._due[role.name.lower()] += 1
+            self._due[_NAMES[role]] += 1
 
     def _capturing(self) -> bool:
         return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

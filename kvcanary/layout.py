@@ -214,8 +214,11 @@ class AttentionGroup:
     arena: Arena | None = None
     shares: str | None = None
     offset_follows_position: bool = False
+    parts: tuple[str, ...] = field(init=False, default=())
+    """names of the parts, in the order of their first source"""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(source.part for source in self.sources)))
         _check_numbers(self)
         for source in self.sources:
             if source.page_size != self.page_size or source.num_pages * source.page_size < self.num_slots:
@@ -231,11 +234,6 @@ class AttentionGroup:
     def num_pages(self) -> int:
         """Pages of the slot space."""
         return self.num_slots // self.page_size
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the parts, in the order of their first source."""
-        return tuple(dict.fromkeys(source.part for source in self.sources))
 
     @property
     def token_bytes(self) -> int:

@@ -122,7 +122,7 @@ class Lifecycle(Reporting):
     def own(self, group: str | int, request: str, pages: Pages) -> None:
         """Pages were handed on with their contents: the owner changes, the records stay."""
         self._page_fact(FactOp.OWN, group, request, pages)
-        self._log_pages("alloc", group, request, pages)
+        self._log_pages("reuse", group, request, pages)
 
     def free(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """The allocator took pages back. Records stay until the pages are handed out again."""
@@ -187,6 +187,7 @@ class Lifecycle(Reporting):
         if event == "start":
             if direction not in ("in", "out"):
                 raise BatchError(f"transfer {transfer!r}: direction must be 'in' or 'out', got {direction!r}")
+            self.facts.retired = self._retired()  # an unordered copy is judged by what is done by now
             if direction == "in":
                 self._page_fact(FactOp.WIPE, group, request, pages)
             name = self.layout.groups[self.layout.index(group)].name

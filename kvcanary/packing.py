@@ -113,13 +113,18 @@ class _Order:
             for page in pages:
                 last[page] = place
             if isinstance(call.request, str):
-                self._owners[call.request] = place
+                self._own(call.request, place)
             else:
-                self._owners.update(dict.fromkeys(call.request, place))
+                for request in call.request:
+                    self._own(request, place)
         elif isinstance(call, RequestCall):
             self._lives[call.row[0]] = place
         else:
             self._wall = place
+
+    def _own(self, request: str, place: int) -> None:
+        # A call that joined an earlier fact must not make the request's last one look earlier than it is.
+        self._owners[request] = max(place, self._owners.get(request, -1))
 
     def _touched(self, call: PagesCall) -> tuple[dict[int, int], Iterable[int]]:
         """The last fact that touched each page of the memory that the call's pages lie in, and which those are."""

@@ -67,8 +67,7 @@ def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
         reasons["CONTENT"] = "fingerprint is off"
     elif config.scrub_mib_per_step <= 0:
         reasons["CONTENT"] = "scrub_mib_per_step is 0: bytes are sealed and read again only on demand"
-    if config.poison == "off":
-        reasons["WRITE_MISSING"] = "poison is off"
+    reasons["WRITE_MISSING"] = "no poison is placed"
     if not config.check_nonfinite:
         reasons["NONFINITE"] = "check_nonfinite is off"
     return reasons

@@ -133,6 +133,10 @@ class Watch:
         from kvcanary.engines.base import find_adapter
 
         adapter = find_adapter(self._engine)
+        if self._config.mode == "quarantine" and not getattr(adapter, "quarantines", False):
+            raise ConfigError(
+                f"mode 'quarantine': the {adapter.name} adapter can neither heal nor abort a request; use 'log' or 'raise'"
+            )
         canary = Canary(self._config, observers=self._observers)
         try:
             # The stream runs before the pool is bound, so that the first event finds its readers.

@@ -69,7 +69,10 @@ def make_manager(model: Any, *, num_blocks: int = 128, max_batch_tokens: int = 2
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     generation = GenerationConfig(do_sample=True, eos_token_id=-1)
-    batching = ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
+    # Its name until release 5.17.
+    old = "page_size" not in ContinuousBatchingConfig.__dataclass_fields__
+    size: dict[str, Any] = {"block_size" if old else "page_size": PAGE_SIZE}
+    batching = ContinuousBatchingConfig(**size, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
     return model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
 
 

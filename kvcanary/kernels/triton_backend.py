@@ -126,25 +126,26 @@ class _Bound:
         """Compile what serving needs."""
         for kernel in (self._check(plain=all(self._plain)), self._facts, self._abandon, self._workspace.describe):
             kernel.compile()
-        self._mark(first=True, linked=True).compile()
-        if any(group.ring is not None for group in self._layout.groups):
-            self._mark(first=False, linked=True).compile()
+        rings = any(group.ring is not None for group in self._layout.groups)
+        for tile in (self._tuning.mark_tile, self._tuning.decode_tile):
+            for first in {True, not rings}:
+                self._mark(tile, first=first, linked=True).compile()
         for large in (False, True):
             self._sum(large=large, nonfinite=True).compile()
         self._commit(last=True, nonfinite=True).compile()
 
     # --- variants -------------------------------------------------------------------------------------------
 
-    def _mark(self, *, first: bool, linked: bool) -> Kernel:
-        tuning = self._tuning
+    def _mark(self, tile: int, *, first: bool, linked: bool) -> Kernel:
         return self._kernel(
             mark_kernel,
-            _warps(tuning.mark_tile),
+            _warps(tile),
+            self._tuning.mark_registers,
             FIRST=first,
             UNLINKED=not linked,
             POW2=self._workspace.pow2,
-            TILE=tuning.mark_tile,
-            SUM=tuning.sum_tile,
+            TILE=tile,
+            SUM=self._tuning.sum_tile,
         )
 
     def _check(self, *, plain: bool) -> Kernel:
@@ -220,9 +221,9 @@ class _Bound:
         tables = [g for g, item in enumerate(items) if item is not None and item.table is not None]
         given = [g for g, item in enumerate(items) if item is not None]
         rewinds = [limit for g in given if (limit := self._layout.groups[g].max_rewind) is not None]
-        least = tuning.row_programs
-        programs = min(max(tuning.programs // (rows + 1), least), max(1, -(-tokens // tuning.mark_tile)))
-        self._mark(first=first, linked=batch.linked)(
+        tile = tuning.decode_tile if tokens <= 4 * rows else tuning.mark_tile
+        programs = min(max(tuning.programs // (rows + 1), tuning.row_programs), max(1, -(-tokens // tile)))
+        self._mark(tile, first=first, linked=batch.linked)(
             (rows + 1, programs, len(items)),
             self._counters,
             self._rows,

@@ -10,6 +10,7 @@ import triton.language as tl
 from kvcanary.kernels.descriptors import GroupWord
 from kvcanary.kernels.triton_rows import batch_row, old_span, open_row
 from kvcanary.kernels.triton_tables import (
+    engine_index,
     index_of_position,
     is_reserved,
     open_map,
@@ -75,7 +76,7 @@ _END_UNARMED = tl.constexpr(16)
 
 @triton.jit
 def _read(group, table, pool, mapping, p, mask, POW2: tl.constexpr):
-    """The record of position ``p``: (index, slot, page, word 0, digest, owner).
+    """The record of position ``p``: (slot, page, word 0, digest, owner).
 
     The owner is read only where it can matter: in reserved pages, and for slots without a record.
     """
@@ -89,7 +90,7 @@ def _read(group, table, pool, mapping, p, mask, POW2: tl.constexpr):
     digest = tl.load(link + 1, mask=there, other=0)
     matters = there & (is_reserved(group, page) | ((word | digest) == 0))
     owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=matters, other=0)
-    return index, slot, page, word, digest, owner
+    return slot, page, word, digest, owner
 
 
 @triton.jit
@@ -98,9 +99,9 @@ def _judge(group, table, pool, mapping, row, span, i, inside, mix_in, mix_out, P
     low, context, turn, first_count, half = span
     seed, held, wanted, armed = row
     p = tl.where(i < first_count, turn + i, context - half + (i - first_count)).to(tl.int32)
-    index, slot, page, word, digest, owner = _read(group, table, pool, mapping, p, inside, POW2)
+    slot, page, word, digest, owner = _read(group, table, pool, mapping, p, inside, POW2)
     led = inside & (p > low)
-    _, last_slot, _, last_word, last_digest, last_owner = _read(group, table, pool, mapping, p - 1, led, POW2)
+    last_slot, _, last_word, last_digest, last_owner = _read(group, table, pool, mapping, p - 1, led, POW2)
     last_known = led & (last_slot >= 0) & (state_of(last_owner) < _TRASH) & (position_of(last_word) == p - 1)
     last_known = last_known & (last_digest != 0)
     from_seed = inside & (p == 0) & flag(seed != 0)
@@ -125,14 +126,17 @@ def _judge(group, table, pool, mapping, row, span, i, inside, mix_in, mix_out, P
     counts |= tl.where(right & (digest == 0), _NO_PREFIX, 0)
     counts |= tl.where(end & held & armed & (after == wanted), _END_VERIFIED, 0)
     counts |= tl.where(end & (~held | (~armed & (after == wanted))), _END_UNARMED, 0)
-    return p, index, slot, page, word, digest, expected, after, faults, counts
+    return p, slot, page, word, digest, expected, after, faults, counts
 
 
 @triton.jit
-def _report_entries(counters, rows, meta, g, group, row, p, index, slot, page, word, digest, expected, after, wanted,
-                    faults):  # fmt: skip
+def _report_entries(counters, rows, meta, g, group, table, pool, mapping, row, p, slot, page, word, digest, expected,
+                    after, wanted, faults, POW2: tl.constexpr):  # fmt: skip
     """Report all but missing positions of a tile."""
     faults = faults & (_MISSING - 1)
+    p = p.to(tl.int64)
+    # Once more with all its bits, to be named.
+    index = translate(mapping, index_of_position(table, pool, p, faults != 0, POW2), faults != 0)
     inside = tl.maximum(slot, 0).to(tl.int64)
     seal = words_at(tl.load(group + _SEALS_AT)) + inside * 2 + 1
     owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=(faults != 0) & (slot >= 0), other=0)
@@ -152,7 +156,7 @@ def _report_entries(counters, rows, meta, g, group, row, p, index, slot, page, w
         wanted_digest = tl.where(fault == _END, wanted, tl.where(fault == _BROKEN, expected, 0))
         report(
             counters, rows, meta, fault != 0, kind, _ROLE, g, reported, tl.where(by_row, (kind * 0 + 1) << kind, slot_bit),
-            row, tl.where(out, index, slot).to(tl.int64), tl.where(out, NONE, page).to(tl.int64), p.to(tl.int64),
+            row, tl.where(out, engine_index(index), slot).to(tl.int64), tl.where(out, NONE, page).to(tl.int64), p,
             tl.where(out | unknown, NONE, position_of(word)), NONE, tl.where(out | unknown, NONE, code_of(word)),
             wanted_digest, tl.where(out, 0, tl.where(fault == _END, after, digest)), 0, 0,
             tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault == _END,
@@ -221,7 +225,7 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
     start = begin
     while start < count:
         i = start + lane
-        p, index, slot, page, word, digest, expected, after, faults, counts = _judge(
+        p, slot, page, word, digest, expected, after, faults, counts = _judge(
             group, table, pool, mapping, known_row, span, i, i < count, mix_in, mix_out, POW2
         )
         links += counts & _KNOWN
@@ -231,8 +235,9 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
         if tl.max(faults, 0) > 0:
             lowest = tl.minimum(lowest, tl.min(tl.where((faults & _MISSING) != 0, i, count), 0))
             _report_entries(
-                counters, rows, meta, g, group, row, p, index, slot, page, word, digest, expected, after, wanted, faults
-            )
+                counters, rows, meta, g, group, table, pool, mapping, row, p, slot, page, word, digest, expected, after,
+                wanted, faults, POW2,
+            )  # fmt: skip
         start += step
     count_verified(counters, g, _LINKS, tl.sum(links, 0).to(tl.int64))
     count_unverified(counters, g, _UNKNOWN_RECORD, tl.sum(unknown, 0).to(tl.int64))
@@ -245,7 +250,7 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
     start = begin * 0
     while (lowest < count) & (start < lowest):
         i = start + lane
-        _p, _i, _s, _g, _w, _d, _e, _a, missing, _c = _judge(
+        _p, _s, _g, _w, _d, _e, _a, missing, _c = _judge(
             group, table, pool, mapping, known_row, span, i, i < lowest, mix_in, mix_out, POW2
         )
         before |= missing & _MISSING

@@ -16,6 +16,7 @@ from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, Ite
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_rows import EXPECTED, IDS, LAST, POSITIONS, SALTS, STARTS, batch_row
 from kvcanary.kernels.triton_tables import (
+    engine_index,
     index_of_position,
     is_wide,
     open_map,
@@ -275,7 +276,7 @@ def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first,
         unknown_old = (old_word | old_digest) == 0
         report(
             counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
-            row, tl.where(out, index, slot), tl.where(out, NONE, page), tl.where(into, position_of(word), p),
+            row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page), tl.where(into, position_of(word), p),
             tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
             tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
             tl.where(into, digest, 0),
@@ -354,7 +355,6 @@ def mark_kernel(
             tl.atomic_add(counters + _NEW_TOKENS, count, mask=count > 0, sem="relaxed")
     known = flag((source != _FROM_UNKNOWN) & live)
     summed = first
-    total = tl.zeros([TILE], tl.int64)
     start = first + part * TILE
     # The first program of a live row runs once even without new tokens: the row's length is judged all the same.
     stop = tl.maximum(end, tl.where(live & (part == 0) & (g == 0), first + 1, first))
@@ -376,8 +376,11 @@ def mark_kernel(
                         )
                         digest += tl.sum(tl.where(s < start, mix(part_word, mix_in, mix_out), 0), 0)
                         summed += SUM
-                    mixes = tl.where(inside, mix(word, mix_in, mix_out), 0)
-                    before = tl.where(known & inside, digest + tl.cumsum(mixes, 0) - mixes, 0)
+                    before = t * 0 + digest
+                    if end - first > 1:
+                        mixes = tl.where(inside, mix(word, mix_in, mix_out), 0)
+                        before += tl.cumsum(mixes, 0) - mixes
+                    before = tl.where(known & inside, before, 0)
                     summed = start
                 word = tl.where(inside, word, 0)
                 if g == 0:

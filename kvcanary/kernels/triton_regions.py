@@ -56,7 +56,9 @@ class Planner:
     """Plans of one state, by what they are for."""
 
     def __init__(self, state: DeviceState, workspace: Workspace) -> None:
-        self._state = state
+        # What it needs of the state, not the state itself: that would keep it alive for ever.
+        self._layout = state.layout
+        self._slots = state.scratch_slots
         self._workspace = workspace
         self._plans: dict[tuple[str, int, int], tuple[Plan, tuple[tuple[int, ...], ...]]] = {}
 
@@ -102,7 +104,7 @@ class Planner:
         return Plan(tuple(launches), large, tiles), tuple(rows)
 
     def _token_regions(self, part: str, tokens: int) -> list[list[int]]:
-        layout, workspace = self._state.layout, self._workspace
+        layout, workspace = self._layout, self._workspace
         regions: list[list[int]] = []
         for g, space in enumerate(layout.spaces):
             parts = layout.groups[space].parts
@@ -113,7 +115,7 @@ class Planner:
                 RegionWord.KIND: RegionKind.TOKENS,
                 RegionWord.GROUP: g,
                 RegionWord.ITEMS: tokens,
-                RegionWord.SLOTS: self._state.scratch_slots[g].data_ptr(),
+                RegionWord.SLOTS: self._slots[g].data_ptr(),
             }
             regions.append(self._region(words, space, number, workspace.token_sums[:, g]))
         return regions
@@ -131,7 +133,7 @@ class Planner:
         return fill_row(words, REGION_ROW)
 
     def _scrub_regions(self, scrub_bytes: int) -> list[list[int]]:
-        layout, workspace = self._state.layout, self._workspace
+        layout, workspace = self._layout, self._workspace
         sizes = {g: layout.groups[g].num_slots * layout.groups[g].token_bytes for g in workspace.spaces}
         regions: list[list[int]] = []
         for g in workspace.spaces:

@@ -47,8 +47,8 @@ def batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide,
     first = index_at(starts, b, is_wide(wide, STARTS), b < batch_rows)
     end = index_at(starts, b + 1, is_wide(wide, STARTS), b < batch_rows)
     context = index_at(contexts, b, is_wide(wide, CONTEXTS), b < batch_rows)
-    zero = b * 0
-    count = tl.where(num_requests == 0, batch_rows, index_at(num_requests, zero, is_wide(wide, COUNT), num_requests != 0))
+    given = index_at(num_requests, num_requests * 0, is_wide(wide, COUNT), num_requests != 0)
+    count = tl.where(num_requests == 0, batch_rows, given)
     live = (row >= 0) & (row < max_rows) & (b < count) & (b < batch_rows)
     return live, tl.where(live, row, 0), first, end, context
 

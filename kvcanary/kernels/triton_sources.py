@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcanary.errors import LayoutError
 from kvcanary.kernels.descriptors import BUNDLE, CHUNK_ROW, ChunkWord, fill_row
 from kvcanary.layout import KVSource, Run
 from kvcanary.record import MASK32, WORD_STEP, Keys, signed, source_seed
@@ -40,9 +41,25 @@ def _access(source: KVSource, run: Run) -> int:
     return next(size for size in (16, 4, 1) if all(value % size == 0 for value in values))
 
 
+def _exponents(source: KVSource, run: Run) -> tuple[int, int]:
+    if not source.dtype.is_floating_point or source.dtype is torch.float4_e2m1fn_x2:
+        return 0, 0
+    if source.dtype not in _EXPONENTS:
+        raise LayoutError(
+            f"source {source.name!r}: the triton backend cannot tell which values of {source.dtype} are not finite, only "
+            f"those of {[str(dtype) for dtype in _EXPONENTS]}; give dtype=torch.uint8 to leave out that check"
+        )
+    if run.num_bytes % source.dtype.itemsize:
+        raise LayoutError(
+            f"source {source.name!r}: a run of {run.num_bytes} bytes is no whole number of {source.dtype} values of "
+            f"{source.dtype.itemsize} bytes; give dtype=torch.uint8 to leave out the non-finite check"
+        )
+    return _EXPONENTS[source.dtype]
+
+
 def _run_chunks(source: KVSource, run: Run, keys: Keys, block: int) -> list[list[int]]:
     seed = source_seed(keys, source.layer, source.component)
-    mask, top = _EXPONENTS.get(source.dtype, (0, 0))
+    mask, top = _exponents(source, run)
     rows: list[list[int]] = []
     for start in range(0, run.num_bytes, block * 4):
         words = {

@@ -123,7 +123,10 @@ def index_of_position(table, pool, p, mask, POW2: tl.constexpr):
 
 @triton.jit
 def translate(mapping, index, mask):
-    """Through the batch item's translation, if it has one. Negative indices stay."""
+    """Through the batch item's translation, if it has one. NONE stays.
+
+    An index ``i`` that the translation lacks becomes ``OUTSIDE - i``: still negative, still to be named.
+    """
     address, size, wide = mapping
     index = tl.maximum(index, NONE)
     if size >= 0:
@@ -132,20 +135,26 @@ def translate(mapping, index, mask):
         if index.dtype == tl.int32:
             value = tl.minimum(value, _MAX_INDEX).to(tl.int32)
         outside = (index >= 0) & (index >= size.to(index.dtype))
-        index = tl.where(inside & (value > 0), value, tl.where(outside, OUTSIDE, NONE)).to(index.dtype)
+        index = tl.where(inside & (value > 0), value, tl.where(outside, OUTSIDE - index, NONE)).to(index.dtype)
     return index
 
 
 @triton.jit
 def slot_of_index(pool, index, POW2: tl.constexpr):
-    """Slots of indices; NONE and OUTSIDE stay, and what lies outside the pool becomes OUTSIDE."""
+    """Slots of indices: NONE where there is none, OUTSIDE where it lies outside the pool or the translation."""
     num_pages, page_size, _, index_stride, index_shift = pool
     inside = tl.maximum(index, 0)
     page = divide(inside, index_stride.to(index.dtype), index_shift.to(index.dtype), POW2)
     offset = inside - page * index_stride.to(index.dtype)
     there = (page < num_pages.to(index.dtype)) & (offset < page_size.to(index.dtype))
     slot = page * page_size.to(index.dtype) + offset
-    return tl.where(index < 0, index, tl.where(there, slot, OUTSIDE)).to(index.dtype)
+    return tl.where(index < 0, tl.maximum(index, OUTSIDE), tl.where(there, slot, OUTSIDE)).to(index.dtype)
+
+
+@triton.jit
+def engine_index(index):
+    """The index as the engine gave it."""
+    return tl.where(index <= OUTSIDE, OUTSIDE - index, index)
 
 
 @triton.jit

@@ -39,16 +39,18 @@ class Tuning:
     """Sizes that cost or save time and change no result.
 
     Attributes:
-        mark_tile, check_tile, commit_tile, window_tile, facts_tile: lanes of one program; sum_tile: tokens added up at
-            a time for a prefix digest.
+        mark_tile, check_tile, commit_tile, window_tile, facts_tile: lanes of one program; decode_tile: those of a mark
+            whose rows have few tokens; sum_tile: tokens added up at a time for a prefix digest.
         programs: how many programs a mark or check aims at, and the least a long row gets of them (``row_programs``).
         small, large: (items a program, bundles a program, warps, registers) of the byte kernel; large from
             ``large_items`` items on.
-        check_registers: bound of the check kernel, see :class:`kvcanary.kernels.triton_launch.Kernel`.
+        mark_registers, check_registers: bounds of those kernels, see :class:`kvcanary.kernels.triton_launch.Kernel`.
         suspect_programs: programs that wait for the scrub's queue, mostly in vain.
     """
 
     mark_tile: int = 256
+    decode_tile: int = 32
+    mark_registers: int = 128
     sum_tile: int = 1024
     check_tile: int = 128
     check_registers: int = 56

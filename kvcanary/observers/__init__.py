@@ -62,9 +62,9 @@ def default_sinks(config: CanaryConfig) -> list[ObserverSpec]:
 
         sinks.append(as_observer(LogSink(config.log, profile=config.log_profile, redact=config.redact)))
     if config.journal is not None:
-        from kvcanary.journal import JournalSink
-
-        sinks.append(as_observer(JournalSink(config.journal, level=config.journal_level)))
+        raise ConfigError(
+            f"journal={config.journal!r}: this version has no journal; use log=... for a lasting record, or unset it"
+        )
     return sinks + [load_observer(target) for target in config.observers]
 
 

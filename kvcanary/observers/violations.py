@@ -153,7 +153,9 @@ class ViolationsFold:
     def _recent(self, keys: list[Hashable], finding: Finding) -> _Incident | None:
         for key in keys:
             incident = self._by_key.get(key)
-            if incident is not None and abs(finding.forward - incident.last_forward) <= RECENT_FORWARDS:
+            if incident is None or abs(finding.forward - incident.last_forward) > RECENT_FORWARDS:
+                continue
+            if incident.last_forward >= _handed_out(finding):
                 return incident
         return None
 
@@ -226,6 +228,11 @@ class ViolationsFold:
         yield QuarantineRequested(
             **stamp(finding, self.name), incident=incident.name, requests=new, group=finding.group, pages=pages
         )
+
+
+def _handed_out(finding: Finding) -> int:
+    """The forward since which the page has its owner: what was found in it before is another matter."""
+    return finding.owner_as_of if isinstance(finding, ViolationDetected) else 0
 
 
 def _requests(finding: Finding) -> tuple[str, ...]:

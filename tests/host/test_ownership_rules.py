@@ -98,6 +98,14 @@ def test_an_allotment_to_nobody_claims_nothing_of_a_page_that_somebody_holds() -
     assert told(engine.launch()) == [("DOUBLE_ALLOC", 3, "b", "a")]
 
 
+def test_one_of_several_holders_that_nobody_named_may_let_go() -> None:
+    engine = Script()
+    engine.alloc("", 3)
+    engine.free(3, request="a")
+    assert engine.launch() == []
+    assert engine.hazards() == {}
+
+
 def test_a_request_that_ended_holds_nothing() -> None:
     engine = Script()
     engine.admit("a")
@@ -209,10 +217,11 @@ def test_many_holders_are_kept_in_bounded_space() -> None:
     for number in range(1000):
         engine.hit(f"r{number}", 3)
     engine.launch()
+    assert len(engine.fold.owners("full", 3, 9)) < 20
     for number in range(1000):
         engine.free(3, request=f"r{number}")
     assert engine.launch() == []
-    assert len(engine.fold.owners("full", 3, 9)) < 20
+    assert engine.hazards() == {}
 
 
 # --- the prefix index ---------------------------------------------------------------------------------------

@@ -65,6 +65,16 @@ def test_a_page_handed_on_while_it_is_still_stored_is_early_even_to_the_same_req
     assert told(engine.launch()) == [("EARLY_REUSE", 1, "a", "")]
 
 
+def test_a_transfer_belongs_to_the_request_that_began_it_not_to_the_next_one_of_that_name() -> None:
+    engine = Script()
+    engine.alloc("a", 1)
+    engine.copy_start("x", "a", 1, direction="out")
+    engine.finish("a")
+    engine.launch()
+    engine.alloc("a", 1)
+    assert told(engine.launch()) == [("EARLY_REUSE", 1, "a", "")]
+
+
 def test_copies_in_stream_order_may_follow_the_free() -> None:
     engine = Script()
     engine.alloc("a", 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.engines.base import Patches
@@ -27,6 +27,11 @@ def attach(engine: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[],
     import transformers
 
     check_version(transformers.__version__)
+    if canary.config.mode == "quarantine":
+        raise ConfigError(
+            "mode 'quarantine': cancelling a request can crash or hang continuous batching, so the transformers "
+            "adapter takes none out of service; use 'log' or 'raise'"
+        )
     is_manager = any(base.__qualname__ == "ContinuousBatchingManager" for base in type(engine).__mro__)
     make = _ManagerWatch if is_manager else _ModelWatch
     watch = make(engine, canary, unarmed)
@@ -111,18 +116,21 @@ class _ManagerWatch:
         self._patches.wrap(manager, "_run_generation_loop", self._run_generation_loop)
         if manager.batch_processor is None:
             return
-        running = manager.is_running()
-        if running and not hasattr(manager, "pause") and manager.model.device.type == "cuda":
+        pausable = hasattr(manager, "pause")
+        if manager.is_running() and not pausable and manager.model.device.type == "cuda":
             raise ConfigError(
                 f"transformers {self._version} cannot be paused, so a manager that runs on a GPU cannot be attached to "
                 "safely; attach before start(), or use 5.18 or later"
             )
-        with manager.pause() if running and hasattr(manager, "pause") else nullcontext():
-            self._enter(manager.batch_processor, idle=not running or hasattr(manager, "pause"))
+        with _held(manager):
+            self._enter(manager.batch_processor, idle=pausable or not manager.is_running())
 
     def end(self) -> None:
+        """Take every hook out and leave the pool. Idempotent."""
         self._patches.undo()
-        self._leave()
+        # Graphs are dropped then, which must not be while one is replayed.
+        with _held(self.manager) if self._pool is not None and self._pool.has_graphs else nullcontext():
+            self._leave()
 
     def _enter(self, processor: Any, *, idle: bool) -> None:
         with self._lock:
@@ -176,3 +184,14 @@ class _ManagerWatch:
                 self._leave_if_dropped()
 
         return run_generation_loop
+
+
+@contextmanager
+def _held(manager: Any) -> Generator[None]:
+    """The engine's loop at rest between two batches, where the release can do that."""
+    with ExitStack() as stack:
+        if manager.is_running() and hasattr(manager, "pause"):
+            # It raises when the loop ends while it waits; then nothing runs either.
+            with suppress(RuntimeError):
+                stack.enter_context(manager.pause())
+        yield

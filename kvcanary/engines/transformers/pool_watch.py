@@ -76,6 +76,9 @@ class PoolWatch:
                 ranks={"tp_rank": rank},
             )
             self._bound = True
+            if cuda:
+                # What was just made is filled on the current stream, and used on the engine's.
+                torch.cuda.synchronize(layout.device)
             canary.arm()
         self._hook(pool, io)
 
@@ -86,6 +89,11 @@ class PoolWatch:
         if self._bound:
             self._bound = False
             self._canary.unbind()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs were captured that contain the canary."""
+        return any(self._graph_buffers())
 
     def _hook(self, pool: SectorPool | BlockPool, io: Any) -> None:
         patches, runner = self._patches, self.processor.model_runner
