@@ -19,19 +19,24 @@ from tests.engines.transformers_cpu import cpu_stand_ins
 DEADLINE_S = 30.0
 
 
+def blocks_are_shared_by_groups() -> bool:
+    """Whether this is 5.17, where all attention groups draw their blocks from one pool."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    return "page_size" not in ContinuousBatchingConfig.__dataclass_fields__
+
+
 def batching(page: int, **options: Any) -> Any:
     """The engine's own settings; the size of a page has another name in 5.17."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    name = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+    name = "block_size" if blocks_are_shared_by_groups() else "page_size"
     return ContinuousBatchingConfig(**{name: page, **options})
 
 
 def pool_groups(config: Any) -> int:
-    """How many groups draw their blocks from one pool: all in 5.17, one later."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    if "page_size" in ContinuousBatchingConfig.__dataclass_fields__:
+    """How many groups draw their blocks from one pool."""
+    if not blocks_are_shared_by_groups():
         return 1
     counts = list(Counter(getattr(config, "layer_types", None) or ["one"]).values())
     return sum(counts) // math.gcd(*counts)

@@ -52,6 +52,13 @@ def test_the_watch_is_silent_where_5_17_0_is_right(faulty: Path) -> None:
     assert not found["kinds"]
 
 
+def test_the_block_pool_of_5_17_0_is_watched_without_a_false_alarm(faulty: Path) -> None:
+    program = [str(faulty), "-m", "tests.engines.soak", "async chunked", "forks offload"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert "0 bad runs" in done.stdout
+
+
 def test_the_watch_is_silent_on_the_release_that_is_installed() -> None:
     found = ask(sys.executable, WHOLE_PAGES)
     assert found["version"] != "5.17.0"

@@ -134,6 +134,14 @@ def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
         assert traces(engine.manager) == before
 
 
+def test_quarantine_is_refused_with_the_reason() -> None:
+    with serve() as engine:
+        before = traces(engine.manager)
+        with pytest.raises(ConfigError, match="mode 'quarantine': cancelling a request can crash or hang"):
+            kvcanary.watch(engine.manager, mode="quarantine").start()
+        assert traces(engine.manager) == before
+
+
 def test_a_newer_release_is_warned_of_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = EventRecorder()
     with serve() as engine:
