@@ -10,7 +10,7 @@ import torch
 from kvcanary.errors import BatchError
 from kvcanary.layout import PoolLayout
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -109,6 +109,10 @@ class ForwardBatch:
         Raises:
             BatchError: naming the field, what was found and what was expected.
         """
+        for name in ("input_ids", "query_start_loc", "context_lens", "request_rows"):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
+                raise BatchError(f"{name} must be a tensor of one dimension, got {_shown(tensor)}")
         tokens, rows = self.num_tokens, self.num_rows
         device = layout.device
         if tokens > max_tokens or rows > max_rows:
@@ -116,10 +120,12 @@ class ForwardBatch:
                 f"a forward of {tokens} tokens in {rows} rows exceeds the capacity given at attach ("
                 f"{max_tokens} tokens, {max_rows} rows); attach with larger max_tokens or max_batch_rows"
             )
+        if not isinstance(self.groups, tuple):
+            raise BatchError(f"groups must be a tuple of GroupBatch items, got {_shown(self.groups)}")
         if len(self.groups) != len(layout.groups):
             raise BatchError(
-                f"groups has {len(self.groups)} items, the layout has {len(layout.groups)} groups; use None for a group "
-                "that takes no part"
+                f"groups has {len(self.groups)} items, the layout has {len(layout.groups)} groups; use None for a "
+                "group that takes no part"
             )
         _expect("input_ids", self.input_ids, (tokens,), device)
         _expect("query_start_loc", self.query_start_loc, (rows + 1,), device)
@@ -135,10 +141,14 @@ class ForwardBatch:
 
 
 def _validate_group(name: str, item: GroupBatch, tokens: int, rows: int, device: torch.device) -> None:
+    if not isinstance(item, GroupBatch):
+        raise BatchError(f"group {name!r} takes a GroupBatch or None, got {_shown(item)}")
+    if not isinstance(item.table, PageTable | None):
+        raise BatchError(f"{name}.table must be a PageTable or None, got {_shown(item.table)}")
     _expect(f"{name}.slot_mapping", item.slot_mapping, (tokens,), device)
     _expect(f"{name}.required_from", item.required_from, (rows,), device)
-    if item.translation is not None:
-        _expect(f"{name}.translation", item.translation, tuple(item.translation.shape[:1]), device)
+    shape = tuple(item.translation.shape[:1]) if isinstance(item.translation, torch.Tensor) else ()
+    _expect(f"{name}.translation", item.translation, shape, device)
     table = item.table
     if table is None:
         if item.slot_mapping is None:
@@ -147,9 +157,11 @@ def _validate_group(name: str, item: GroupBatch, tokens: int, rows: int, device:
     if table.unit not in ("slot", "page"):
         raise BatchError(f"{name}.table.unit must be 'slot' or 'page', got {table.unit!r}")
     dims = 1 if table.row_offsets is not None else 2
+    if not isinstance(table.entries, torch.Tensor):
+        raise BatchError(f"{name}.table.entries must be a tensor, got {_shown(table.entries)}")
     if table.entries.dim() != dims:
         raise BatchError(
-            f"{name}.table.entries has shape {tuple(table.entries.shape)}; expected "
+            f"{name}.table.entries has {_shown(table.entries)}; expected "
             f"{'[n] with' if dims == 1 else '[rows, max] without'} row_offsets"
         )
     _expect(f"{name}.table.entries", table.entries, tuple(table.entries.shape), device)
@@ -161,9 +173,15 @@ def _validate_group(name: str, item: GroupBatch, tokens: int, rows: int, device:
 def _expect(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor is None:
         return
+    if not isinstance(tensor, torch.Tensor):
+        raise BatchError(f"{name} must be a tensor, got {_shown(tensor)}")
     if tuple(tensor.shape) != shape:
         raise BatchError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-    if tensor.dtype not in _INDEX_DTYPES:
+    if tensor.dtype not in INDEX_DTYPES:
         raise BatchError(f"{name} has dtype {tensor.dtype}, expected int32 or int64")
     if tensor.device != device:
         raise BatchError(f"{name} is on {tensor.device}, the cache is on {device}")
+
+
+def _shown(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

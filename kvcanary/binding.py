@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections import deque
+from collections.abc import Sequence
 
+import torch
+
+from kvcanary.batch import INDEX_DTYPES
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import BatchError
 from kvcanary.kernels import DeviceFact, Kernels
@@ -11,6 +17,8 @@ from kvcanary.layout import PoolLayout
 from kvcanary.record import make_keys
 from kvcanary.requests import Registry
 from kvcanary.state import DeviceState, Limits, Word
+
+Pages = Sequence[int] | torch.Tensor
 
 _UNBOUND = "the canary has no pool yet; the adapter calls bind() once the engine has made one"
 
@@ -75,6 +83,33 @@ class Binding:
         if self.config.fingerprint == "off":
             return 0
         return int(self.config.scrub_mib_per_step * (1 << 20))
+
+    def _checked(self, group: str | int, pages: Pages) -> Pages:
+        """Pages of the group, as they are now: engines go on changing the very lists and tensors that they pass.
+
+        A page that does not exist is refused here, by the call that named it; the step that applies the fact is too
+        late. Tensors on the device are not read, since that would wait for it.
+        """
+        item = self.layout.groups[self.layout.index(group)]
+        if isinstance(pages, torch.Tensor):
+            if pages.dim() != 1 or pages.dtype not in INDEX_DTYPES:
+                raise BatchError(
+                    f"group {item.name!r}: pages must be int32 or int64 [n], got {pages.dtype} {tuple(pages.shape)}"
+                )
+            if pages.device.type != "cpu":
+                return pages
+            pages = pages.tolist()
+        try:
+            numbers = tuple(map(operator.index, pages))
+        except TypeError:
+            raise BatchError(f"group {item.name!r}: pages must be whole numbers, got {reprlib.repr(pages)}") from None
+        if numbers and not 0 <= min(numbers) <= max(numbers) < item.num_pages:
+            bad = next(page for page in numbers if not 0 <= page < item.num_pages)
+            raise BatchError(
+                f"group {item.name!r}: page {bad} lies outside the pool of {item.num_pages} pages; pass page numbers "
+                "of this group, not slots or bytes"
+            )
+        return numbers
 
     def _retired(self) -> int:
         """The last forward that is known to be done, from the newest header."""

@@ -7,7 +7,7 @@ takes no lock, waits for nothing, and allocates nothing on the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,14 +53,24 @@ class Canary(Lifecycle, Tools):
             raise ConfigError("mode 'off' makes no canary; use install_canary() or watch(), which return none then")
         if config.poison != "off":
             raise ConfigError(
-                f"poison={config.poison!r}: no kernel of this version places poison, so it would find nothing; set 'off'"
+                f"poison={config.poison!r}: no kernel of this version places poison, so it would find nothing; "
+                "set 'off'"
             )
         super().__init__(config, observers)
         self._suppressed: set[Role] = set()
         self._due = dict.fromkeys(_ROLES, 0)
         self._quarantiner: Quarantiner | None = None
-        self._step = _Step(self)
+        self._step = _Step(self, self._begin_step, self._end_step)
         self._reset_step()
+
+    def _reset_step(self) -> None:
+        self._depth = 0
+        self._entered = 0
+        self._rows = 0
+        self._tokens = 0
+        self._host_ns = 0
+        self._replayed = False
+        self._part = DEFAULT_PART
 
     # --- being attached -----------------------------------------------------------------------------------
 
@@ -110,6 +120,7 @@ class Canary(Lifecycle, Tools):
         self._full = tuple(i for i, g in enumerate(layout.groups) if g.ring is None)
         self._rings = tuple(i for i, g in enumerate(layout.groups) if g.ring is not None)
         self._all = tuple(range(len(layout.groups)))
+        self._parts = frozenset(part for group in layout.groups for part in group.parts)
         self._window_pair = _window_pair(layout)
         self._reset_step()
         self._ring = SnapshotRing(self.state)
@@ -117,7 +128,7 @@ class Canary(Lifecycle, Tools):
             self, engine=engine, engine_version=engine_version, unarmed=unarmed or {}, ranks=ranks or {}
         )
         self.facts.new_run()
-        self.facts.spaces = {g.name: tuple(g.arena) for g in layout.groups if g.arena is not None}
+        self.facts.spaces = {g.name: g.arena for g in layout.groups if g.arena is not None}
         self.feed.begin(started, self._ring, Decoder(layout, self._registry.name_of), self.state.keys)
         self.drain.wake()
 
@@ -177,7 +188,7 @@ class Canary(Lifecycle, Tools):
         return self._step
 
     @contextmanager
-    def forward(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> Any:
+    def forward(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> Generator[Canary, None, None]:
         """Device half of a forward; may be captured in a graph. See :meth:`enter`."""
         self.enter(batch, part=part)
         try:
@@ -195,16 +206,18 @@ class Canary(Lifecycle, Tools):
         Raises:
             BatchError: shapes, dtypes, devices or capacities disagree; nothing was launched.
         """
-        self._depth += 1
-        if self._depth > 1:
+        if self._depth:
+            self._depth += 1
             return
         began = time.perf_counter_ns()
         state = self.state
-        try:
-            batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
-        except BatchError:
-            self._depth = 0
-            raise
+        if part not in self._parts or not isinstance(batch, ForwardBatch):
+            raise BatchError(
+                f"a forward takes a ForwardBatch and one of the parts {sorted(self._parts)}, got a "
+                f"{type(batch).__name__} and {part!r}"
+            )
+        batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
+        self._depth = 1
         self._part = part
         self._entered += not self._capturing()
         self._rows, self._tokens = batch.num_rows, batch.num_tokens
@@ -220,7 +233,7 @@ class Canary(Lifecycle, Tools):
         if self._depth == 0:
             raise BatchError("leave() without enter(); each forward needs both, in this order")
         self._depth -= 1
-        if self._depth:
+        if self._depth or self._state is None:  # None: it was stopped within the forward
             return
         began = time.perf_counter_ns()
         scrub = 0 if Role.SCRUB in self._suppressed else self._scrub_bytes
@@ -236,9 +249,9 @@ class Canary(Lifecycle, Tools):
 
     def abandon(self) -> None:
         """The model raised: its tokens stay unsealed and the rows' histories as they were."""
-        if self._depth:
-            self._depth = 0
-            self._kernels.abandon(self.state)
+        if self._depth and self._state is not None:
+            self._kernels.abandon(self._state)
+        self._depth = 0
 
     def _entry(self, batch: ForwardBatch) -> None:
         """Mark then check; for rings check then mark, since their layers read the old window before they write."""
@@ -271,15 +284,14 @@ class Canary(Lifecycle, Tools):
         self.facts.step(self.next_forward, self._ring.retired)
         self._host_ns += time.perf_counter_ns() - began
 
-    def _end_step(self, *, failed: bool) -> None:
+    def _end_step(self, error: type[BaseException] | None) -> None:
         if not self.bound:
             return
         began = time.perf_counter_ns()
         self._ring.in_step = False
-        if failed:
-            self.abandon()
+        self.abandon()  # what was entered and not left: the model raised, or an adapter lost its leave()
         forwards = self._entered
-        if forwards == 0 and not failed and self._replayed:
+        if forwards == 0 and error is None and self._replayed:
             # A graph replay runs the captured launches without this thread: what was due is known all the same.
             forwards = 1
             for role in (Role.MARK, Role.CHECK, Role.SEAL) + ((Role.SCRUB,) if self._scrub_bytes else ()):
@@ -338,38 +350,36 @@ class Canary(Lifecycle, Tools):
         if not self._pending or self._state is None:
             return
         self._count(Role.FACTS)
+        pending, self._pending = self._pending, []  # what is refused once must not be refused at every later step
         if Role.FACTS not in self._suppressed:
             with self._on_stream():
-                self._kernels.facts(self._state, self._pending)
-        self._pending.clear()
+                self._kernels.facts(self._state, pending)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
-    def _reset_step(self) -> None:
-        self._depth: int = 0
-        self._entered: int = 0
-        self._rows: int = 0
-        self._tokens: int = 0
-        self._host_ns: int = 0
-        self._replayed = False
-        self._part = DEFAULT_PART
-
 
 class _Step:
-    """Reusable: a step allocates nothing."""
+    """Reusable: a step allocates nothing. Of nested ones only the outermost counts."""
 
-    __slots__ = ("_canary",)
+    __slots__ = ("_begin", "_canary", "_depth", "_end")
 
-    def __init__(self, canary: Canary) -> None:
-        self._canary = canary
+    def __init__(
+        self, canary: Canary, begin: Callable[[], None], end: Callable[[type[BaseException] | None], None]
+    ) -> None:
+        self._canary, self._begin, self._end = canary, begin, end
+        self._depth = 0
 
     def __enter__(self) -> Canary:
-        self._canary._begin_step()  # noqa: SLF001 - the canary's own half
+        if self._depth == 0:
+            self._begin()
+        self._depth += 1
         return self._canary
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._canary._end_step(failed=kind is not None)  # noqa: SLF001
+        self._depth -= 1
+        if self._depth == 0:
+            self._end(kind)
 
 
 def _window_pair(layout: PoolLayout) -> tuple[int, int] | None:

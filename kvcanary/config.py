@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, inspect
@@ -77,7 +77,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sink_queue: Bound = 8192
     stop_deadline_s: Seconds = 5.0
     flush_deadline_s: Seconds = 1.0
-    """how long an error waits for the journal"""
+    """how long `Canary.flush()` waits, and how long the last findings of a pool are waited for"""
     backend: Literal["auto", "triton", "reference"] = "auto"
     key: int | None = None
     """secret shared by transfer peers (64 bits); None: random per run"""
@@ -113,10 +113,14 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
         """The settings in ``KVCANARY_*`` variables; an absent mode is ``off``, an empty variable is absent.
 
+        With ``KVCANARY_MODE=off`` nothing else is looked at.
+
         Raises:
             ConfigError: an unknown variable (with the nearest known one), or a value that does not fit.
         """
         environ = os.environ if environ is None else environ
+        if environ.get(f"{PREFIX}MODE", "").strip() == "off":  # an emergency switch works beside a misspelt variable
+            return cls(mode="off")
         values: dict[str, Any] = {"mode": "off"}
         for variable, text in environ.items():
             if variable.startswith(PREFIX):
@@ -240,6 +244,3 @@ def _number(make: type, text: str, *base: int) -> object:
 
 def _hidden(value: object) -> str | None:
     return None if value is None else "(set)"
-
-
-MODES: tuple[str, ...] = get_args(Mode)

@@ -47,7 +47,6 @@ class Decoder:
     def __init__(self, layout: PoolLayout, name_of: NameOf) -> None:
         self._groups = [group.name for group in layout.groups]
         self._parts = [group.parts or layout.groups[layout.spaces[i]].parts for i, group in enumerate(layout.groups)]
-        self._page_sizes = [group.page_size for group in layout.groups]
         self._spaces = set(layout.spaces)
         self._name_of = name_of
         self._passes = [0] * len(self._groups)

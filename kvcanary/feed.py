@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcanary.decode import Decoder
+from kvcanary.delivery import failure
 from kvcanary.digests import digest_tokens
 from kvcanary.events import Event, ForwardRetired, RequestsFinished, RunStarted, SnapshotsSkipped, ViolationDetected
 from kvcanary.facts import FactLog
@@ -24,6 +25,7 @@ from kvcanary.snapshot import Fence, Snapshot, SnapshotRing
 from kvcanary.state import Word
 
 _MOST_AUDITS = 1 << 14
+_MOST_WAITING = 1 << 10
 
 
 class _Audit(NamedTuple):
@@ -49,15 +51,20 @@ class Feed:
         self._decoder: Decoder | None = None
         self._keys: Keys | None = None
         self._skipped = 0
-        self._finished: deque[tuple[int, str, int, Sequence[int], int]] = deque()
-        self._bases: deque[_Base] = deque()
+        # Bounded for an engine that goes on after the drain failed; what is given up stays unaudited or unarmed.
+        self._finished: deque[tuple[Request, Sequence[int]]] = deque(maxlen=_MOST_WAITING)
+        self._bases: deque[_Base] = deque(maxlen=_MOST_WAITING)
+        self._failures = 0
         self._audits: dict[int, _Audit] = {}
+        self._unread: deque[Event] = deque()
         self._ending: dict[str, int] | None = None
 
     def begin(self, started: RunStarted, ring: SnapshotRing, decoder: Decoder, keys: Keys) -> None:
         """A new run; what the old one left must have been collected before."""
         self._ring, self._decoder, self._keys = ring, decoder, keys
         self._skipped = 0
+        self._ending = None  # if the drain had no time for the old run's last look, it must not take it at this one
+        self._unread.clear()
         self._audits.clear()
         self._finished.clear()
         self._bases.clear()
@@ -80,7 +87,7 @@ class Feed:
 
     def expect_audit(self, entry: Request, tokens: Sequence[int]) -> None:
         """The device will report this finished request's digest; compare it with that of ``tokens``."""
-        self._finished.append((entry.tag, entry.name, len(tokens), tokens, entry.seed))
+        self._finished.append((entry, tokens))
 
     def compute_base(self, entry: Request, tokens: Sequence[int], length: int, answers: deque[DeviceFact]) -> None:
         """Compute a base digest on the drain's thread; the fact that arms the row goes to ``answers``."""
@@ -92,6 +99,7 @@ class Feed:
         Snapshots are looked at first and put last, so that the launch of a forward, which was recorded before it
         was fenced, always precedes what was found in it.
         """
+        ending = self._ending  # asked first: what an end that comes later finds may have its launch among later facts
         self._answer_bases()
         ring = self._ring
         snapshots = ring.poll() if ring is not None else []
@@ -99,13 +107,14 @@ class Feed:
             self._facts.retired = ring.retired
         self._digest_finished()
         events: list[Event] = [self._with_digests(fact) for fact in self._facts.take()]
+        events += [self._unread.popleft() for _ in range(len(self._unread))]
         for snapshot in snapshots:
             events += self._decode(snapshot)
         if ring is not None and ring.skipped > self._skipped:
             events.append(SnapshotsSkipped(count=ring.skipped - self._skipped, **_now()))
             self._skipped = ring.skipped
-        if self._ending is not None and ring is not None:
-            events += self._last_look(ring, self._ending)
+        if ending is not None and ring is not None:
+            events += self._last_look(ring, ending)
             self._ending = self._ring = None
         return events
 
@@ -160,19 +169,32 @@ class Feed:
         ]
 
     def _digest_finished(self) -> None:
-        keys = self._keys
-        while self._finished and keys is not None:
-            tag, name, length, tokens, seed = self._finished.popleft()
-            self._audits[tag] = _Audit(name, length, digest_tokens(keys, seed, tokens))
+        while self._finished:
+            entry, tokens = self._finished.popleft()
+            digest = self._digest(entry, tokens, "requests.finished")
+            if digest is not None:
+                self._audits[entry.tag] = _Audit(entry.name, len(tokens), digest)
         while len(self._audits) > _MOST_AUDITS:
             del self._audits[next(iter(self._audits))]
 
     def _answer_bases(self) -> None:
-        keys = self._keys
-        while self._bases and keys is not None:
+        while self._bases:
             entry, tokens, length, answers = self._bases.popleft()
-            digest = digest_tokens(keys, entry.seed, tokens, length)
-            answers.append(DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest))
+            digest = self._digest(entry, tokens, "requests.admitted")
+            if digest is not None:
+                answers.append(DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest))
+
+    def _digest(self, entry: Request, tokens: Sequence[int], event_type: str) -> int | None:
+        """None, and told, for tokens that are no numbers: one engine's slip must not end the watch."""
+        if self._keys is None:
+            return None
+        try:
+            return digest_tokens(self._keys, entry.seed, tokens)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            self._failures += 1
+            told = f"tokens of request {entry.name}"
+            self._unread.append(failure(told, error, event_type, self._failures, "continued"))
+            return None
 
     def _with_digests(self, fact: Event) -> Event:
         if not isinstance(fact, RequestsFinished):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -350,8 +349,3 @@ class PoolLayout:
                 )
                 digest.update(repr(row).encode())
         return digest.hexdigest()
-
-
-def pages_of(slots: Iterable[int], page_size: int) -> Sequence[int]:
-    """The distinct pages of ``slots``, in order of first appearance."""
-    return list(dict.fromkeys(slot // page_size for slot in slots))

@@ -6,10 +6,12 @@ is applied in order on the forward's own stream, so it never overtakes a forward
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
+from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError, LayoutError
 from kvcanary.kernels import DeviceFact, FactOp
@@ -17,10 +19,10 @@ from kvcanary.record import hex64, identity_seed
 from kvcanary.reporting import Reporting
 from kvcanary.requests import Request
 
-Pages = Sequence[int] | torch.Tensor
-
 INLINE_BASE = 4096
 """Known tokens up to which a base digest is computed at once; longer ones are left to the drain's thread."""
+MAX_LENGTH = 1 << 31
+"""Records keep positions in 32 bits."""
 REUSE_SLOTS = 512
 """Slots of one prefix hit that go to the front of the scrub with ``verify_on_reuse="budgeted"``."""
 
@@ -56,18 +58,20 @@ class Lifecycle(Reporting):
             identity: what the engine separates cached prefixes by (adapter, cache salt), as bytes.
 
         Raises:
-            BatchError: no row is free, or ``start`` is negative.
+            BatchError: no row is free, or an argument is not what it should be; nothing has changed then.
         """
-        if start < 0:
-            raise BatchError(f"request {request!r}: start must not be negative, got {start}")
+        _check_names(request, identity)
+        start = _length(request, "start", start)
         seed = identity_seed(self.state.keys, identity)
+        digest, armed = self._base(request, seed, tokens, start)
         entry = self.registry.admit(request, seed)
-        digest, armed = self._base(entry, tokens, start)
         self._pending.append(
             DeviceFact(
                 FactOp.ADMIT, row=entry.row, tag=entry.tag, position=start, digest=digest, digest2=seed, armed=armed
             )
         )
+        if not armed:
+            self._base_later(entry, tokens, start)
         self.facts.admitted(request, entry.row, entry.tag, start, hex64(digest) if armed else "")
         return entry.row
 
@@ -81,13 +85,14 @@ class Lifecycle(Reporting):
                 row's own history is used if it reaches back so far.
         """
         entry = self.registry.require(request)
-        if length < 0:
-            raise BatchError(f"request {request!r}: length must not be negative, got {length}")
-        digest, armed = self._base(entry, tokens, length)
+        length = _length(request, "length", length)
+        digest, armed = self._base(request, entry.seed, tokens, length)
         if armed:
             self._pending.append(
                 DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest, armed=True)
             )
+        else:
+            self._base_later(entry, tokens, length)
         self.facts.rewound(request, entry.tag, length)
 
     def preempt(self, request: str) -> None:
@@ -104,11 +109,12 @@ class Lifecycle(Reporting):
             length: tokens that the cache should hold; default ``len(tokens) - 1``, because the last sampled
                 token was never fed to the model.
         """
+        if length is None:
+            length = max(len(tokens) - 1, 0) if tokens is not None else 0
+        length = _length(request, "length", length)
         entry = self.registry.finish(request)
         if entry is None:
             return
-        if length is None:
-            length = max(len(tokens) - 1, 0) if tokens is not None else 0
         if tokens is not None and length > 0:
             self.feed.expect_audit(entry, tuple(tokens[:length]))
         self._pending.append(DeviceFact(FactOp.FINISH, row=entry.row, tag=entry.tag, position=length))
@@ -116,31 +122,36 @@ class Lifecycle(Reporting):
 
     def alloc(self, group: str | int, request: str, pages: Pages) -> None:
         """The allocator handed out pages; what their records said is forgotten."""
+        pages = self._checked(group, pages)
         self._page_fact(FactOp.ALLOC, group, request, pages)
         self._log_pages("alloc", group, request, pages)
 
     def own(self, group: str | int, request: str, pages: Pages) -> None:
         """Pages were handed on with their contents: the owner changes, the records stay."""
+        pages = self._checked(group, pages)
         self._page_fact(FactOp.OWN, group, request, pages)
         self._log_pages("reuse", group, request, pages)
 
     def free(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """The allocator took pages back. Records stay until the pages are handed out again."""
+        pages = self._checked(group, pages)
         self._page_fact(FactOp.FREE, group, request, pages)
         self._log_pages("free", group, request, pages)
 
     def publish(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """Pages can be found by other requests from now on."""
+        pages = self._checked(group, pages)
         self._log_pages("publish", group, request, pages)
 
     def evict(self, group: str | int, pages: Pages) -> None:
         """Pages left the prefix index."""
+        pages = self._checked(group, pages)
         self._log_pages("evict", group, None, pages)
 
     def reuse(self, group: str | int, request: str, pages: Pages) -> None:
         """A request took published pages; their bytes are read again first."""
         index = self.layout.index(group)
-        queued = pages
+        queued = pages = self._checked(index, pages)
         if self.config.verify_on_reuse == "budgeted":
             queued = pages[: max(1, REUSE_SLOTS // self.layout.groups[index].page_size)]
         self._page_fact(FactOp.QUEUE, index, request, queued)
@@ -152,15 +163,16 @@ class Lifecycle(Reporting):
         Raises:
             BatchError: lengths differ.
         """
+        index = self.layout.index(group)
+        sources, targets = self._checked(index, sources), self._checked(index, targets)
         if len(sources) != len(targets):
             raise BatchError(f"move needs as many targets as sources, got {len(sources)} and {len(targets)}")
-        index = self.layout.index(group)
-        self._check_pages(index, sources)
         self._page_fact(FactOp.COPY, index, request, sources, targets=targets)
         self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
 
     def restamp(self, group: str | int, pages: Pages) -> None:
         """Bytes were edited on purpose (shifted positions, requantised): trust the present ones."""
+        pages = self._checked(group, pages)
         self._page_fact(FactOp.RESTAMP, group, None, pages)
         self._log_pages("restamp", group, None, pages)
 
@@ -187,6 +199,7 @@ class Lifecycle(Reporting):
         if event == "start":
             if direction not in ("in", "out"):
                 raise BatchError(f"transfer {transfer!r}: direction must be 'in' or 'out', got {direction!r}")
+            pages = self._checked(group, pages)
             self.facts.retired = self._retired()  # an unordered copy is judged by what is done by now
             if direction == "in":
                 self._page_fact(FactOp.WIPE, group, request, pages)
@@ -201,12 +214,14 @@ class Lifecycle(Reporting):
 
     def weights_updated(self, epoch: int) -> None:
         """New weights: everything cached before was made by older ones."""
+        if not isinstance(epoch, int):
+            raise BatchError(f"an epoch of weights must be a whole number, got {epoch!r}")
         self.facts.weights_updated(epoch)
 
     def export_records(self, group: str | int, pages: Pages) -> Records:
         """Records of pages whose bytes are about to be copied out, taken in order with the other facts."""
         index = self.layout.index(group)
-        self._check_pages(index, pages)
+        pages = self._checked(index, pages)
         item = self.layout.groups[index]
         parts = self.state.groups[index].seals.shape[0]
         words = torch.zeros(len(pages) * item.page_size, 2 + 2 * parts, dtype=torch.int64, device=self.state.device)
@@ -224,27 +239,38 @@ class Lifecycle(Reporting):
         """
         index = self.layout.index(group)
         item = self.layout.groups[index]
+        if not isinstance(records, Records):
+            raise LayoutError(f"import_records() takes what export_records() gave, got {type(records).__name__}")
         if records.layout != self.layout.fingerprint or records.group != item.name:
             raise LayoutError(
                 f"records of group {records.group!r} in layout {records.layout} cannot enter group {item.name!r} of "
                 f"layout {self.layout.fingerprint}; both engines need the same layout and the same key"
             )
+        pages = self._checked(index, pages)
         if len(pages) > records.pages:
             raise BatchError(f"{len(pages)} pages were loaded, but only {records.pages} pages of records came along")
         words = records.words[: len(pages) * item.page_size]
+        shape = (len(pages) * item.page_size, 2 + 2 * self.state.groups[index].seals.shape[0])
+        if words.dtype != torch.int64 or words.shape != shape:
+            raise LayoutError(f"records must be int64 {shape}, got {words.dtype} {tuple(words.shape)}")
         self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
         self._log_pages("alloc", index, request, pages)
 
-    def _base(self, entry: Request, tokens: Sequence[int], length: int) -> tuple[int, bool]:
-        """The digest at ``length`` and whether it is known now; long ones are left to the drain."""
+    def _base(self, request: str, seed: int, tokens: Sequence[int], length: int) -> tuple[int, bool]:
+        """The digest at ``length`` and whether it is known now; see :meth:`_base_later` for long ones."""
         if length == 0:
-            return entry.seed, True
-        if len(tokens) < length:
+            return seed, True
+        if not length <= min(len(tokens), INLINE_BASE):
             return 0, False
-        if length <= INLINE_BASE:
-            return digest_tokens(self.state.keys, entry.seed, tokens, length), True
-        self.feed.compute_base(entry, tokens, length, self._late)
-        return 0, False
+        try:
+            return digest_tokens(self.state.keys, seed, tokens, length), True
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BatchError(f"request {request!r}: tokens must be whole numbers; {error}") from error
+
+    def _base_later(self, entry: Request, tokens: Sequence[int], length: int) -> None:
+        """Leave a long base digest to the drain's thread, with the tokens as they are now."""
+        if len(tokens) >= length:
+            self.feed.compute_base(entry, tuple(tokens[:length]), length, self._late)
 
     def _page_fact(
         self,
@@ -258,37 +284,34 @@ class Lifecycle(Reporting):
     ) -> None:
         if len(pages) == 0:
             return
-        index = self.layout.index(group)
-        self._check_pages(index, targets if len(targets) else pages)
         entry = self.registry.get(request) if request else None
         tag = entry.tag if entry is not None else 0
-        # Engines go on changing the very lists they pass (a request's pages grow), before the fact is launched.
-        fact = DeviceFact(op, group=index, pages=_fixed(pages), targets=_fixed(targets), tag=tag, records=records)
-        self._pending.append(fact)
-
-    def _check_pages(self, group: int, pages: Pages) -> None:
-        if isinstance(pages, torch.Tensor) or len(pages) == 0:
-            return
-        low, high = min(pages), max(pages)
-        limit = self.layout.groups[group].num_pages
-        if low < 0 or high >= limit:
-            raise BatchError(
-                f"group {self.layout.groups[group].name!r}: page {low if low < 0 else high} lies outside the "
-                f"pool of {limit} pages; pass page numbers of this group, not slots or bytes"
-            )
+        index = self.layout.index(group)
+        self._pending.append(DeviceFact(op, group=index, pages=pages, targets=targets, tag=tag, records=records))
 
     def _log_pages(self, kind: str, group: str | int, request: str | None, pages: Pages) -> None:
         index = self.layout.index(group)
         self.facts.pages(kind, self.layout.groups[index].name, request or "", _host(pages))
 
 
-def _fixed(pages: Pages) -> Pages:
-    return pages if isinstance(pages, torch.Tensor) else tuple(pages)
-
-
 def _host(pages: Pages) -> Sequence[int]:
-    """Pages that the host knows. Device tensors are not read here: that would wait for the device."""
-    if not isinstance(pages, torch.Tensor):
-        return pages
-    listed: list[int] = pages.tolist() if pages.device.type == "cpu" else []
-    return listed
+    """Pages that the host knows; those in a device tensor it does not."""
+    return () if isinstance(pages, torch.Tensor) else pages
+
+
+def _check_names(request: object, identity: object) -> None:
+    if not isinstance(request, str) or not isinstance(identity, bytes | None):
+        raise BatchError(f"request {request!r}: ids must be strings and identities bytes, got {identity!r}")
+
+
+def _length(request: str, name: str, value: int) -> int:
+    """A number of tokens that a record can hold."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < MAX_LENGTH:
+        raise BatchError(
+            f"request {request!r}: {name} must be a whole number from 0 to {MAX_LENGTH - 1}, got {value!r}"
+        )
+    return number

@@ -183,11 +183,11 @@ def _page_columns(calls: list[PagesCall]) -> dict[str, Any]:
 def _with_single_pages_joined(calls: list[PagesCall]) -> list[PagesCall]:
     """One call instead of many for the case that happens each step: a page each for many requests."""
     pages = [call.pages for call in calls]
-    requests = [call.request for call in calls]
-    if len(calls) == 1 or set(map(len, pages)) != {1} or tuple in set(map(type, requests)):
+    requests = [call.request for call in calls if isinstance(call.request, str)]
+    if len(calls) == 1 or set(map(len, pages)) != {1} or len(requests) < len(calls):
         return calls
     first = calls[0]
-    return [PagesCall(first.kind, first.retired, first.group, tuple(requests), tuple(chain.from_iterable(pages)))]  # type: ignore[arg-type]
+    return [PagesCall(first.kind, first.retired, first.group, tuple(requests), tuple(chain.from_iterable(pages)))]
 
 
 def page_runs(request: int, pages: tuple[int, ...]) -> list[PageRun]:

@@ -147,7 +147,13 @@ class Drain:
             self._rouse()
 
     def submit(self, event: Event) -> bool:
-        """Put an event of one's own into the stream, stamped now if it has no time. False: refused, and counted."""
+        """Put an event of one's own into the stream, stamped now if it has no time. False: refused, and counted.
+
+        Raises:
+            ConfigError: it is no event.
+        """
+        if not isinstance(event, Event):
+            raise ConfigError(f"only events can enter the stream, got {event!r}")
         if self._inert:
             return False
         if len(self._submitted) >= SUBMIT_CAPACITY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import msgspec
@@ -43,8 +44,10 @@ class Reporting(Binding):
     def start(self) -> Self:
         """Start the drain and the observers. Idempotent."""
         if not self.drain.running:
-            for sink in (*default_sinks(self.config), *self._observers):
-                self.bus.subscribe(sink)
+            with ExitStack() as undo:
+                for sink in (*default_sinks(self.config), *self._observers):
+                    undo.callback(self.bus.subscribe(sink).close)
+                undo.pop_all()
             self._observers = ()
             self.facts.enabled = True
             self.drain.start()

@@ -29,7 +29,6 @@ class Fence(NamedTuple):
     pushed_ns: int
     host_ns: int
     due: dict[str, int]
-    gpu_events: Any = None
 
 
 class Snapshot(NamedTuple):
@@ -56,7 +55,8 @@ class SnapshotRing:
         self._state = state
         self._cuda = state.device.type == "cuda"
         # One event fewer than headers: a header is rewritten only after its fence was seen or given up.
-        pool = [torch.cuda.Event() for _ in range(state.limits.snapshots - 1)] if self._cuda else []
+        self._most = max(state.limits.snapshots - 1, 1)
+        pool = [torch.cuda.Event() for _ in range(self._most)] if self._cuda else []
         self._pool: deque[Any] = deque(pool)
         self._fences: deque[Fence] = deque()
         self._taken = 0
@@ -72,11 +72,11 @@ class SnapshotRing:
 
     def push(self, forward: int, pushed_ns: int, host_ns: int, due: dict[str, int], stream: Any = None) -> None:
         """Fence the step that ended with ``forward``. Engine's thread; never waits, creates nothing on the device."""
+        if len(self._fences) >= self._most or (self._cuda and not self._pool):  # nobody reads, or not in time
+            self.skipped += 1
+            return
         event = None
         if self._cuda:
-            if not self._pool:
-                self.skipped += 1
-                return
             event = self._pool.popleft()
             event.record(stream)
         self._fences.append(Fence(forward, event, pushed_ns, host_ns, due))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from kvcanary.record import (
 )
 
 _CHUNK = 1 << 14
+MOST_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Tools(Binding):
         """
         index = self.layout.index(group)
         item = self.layout.groups[index]
-        if not 0 <= slot < item.num_slots:
+        if not 0 <= operator.index(slot) < item.num_slots:
             raise BatchError(f"group {item.name!r}: slot {slot} lies outside 0..{item.num_slots - 1}")
         records = self.state.groups[index]
         link, digest = records.links[slot].tolist()
@@ -137,7 +139,12 @@ class Tools(Binding):
         """Read and compare up to ``mib`` MiB of sealed bytes (default: one step's budget), while the engine is idle.
 
         What it finds is in the next snapshot. A first mismatch is a suspicion; the second look reports it.
+
+        Raises:
+            BatchError: ``mib`` is no such number.
         """
+        if mib is not None and not 0 <= mib <= MOST_MIB:
+            raise BatchError(f"scrub() takes a number of MiB from 0 to {MOST_MIB}, got {mib!r}")
         budget = self._scrub_bytes if mib is None else int(mib * (1 << 20))
         if budget > 0:
             self._kernels.seal(self.state, "", budget, last=False, nonfinite=False)
@@ -147,10 +154,7 @@ class Tools(Binding):
         device = self.state.device
         if pages is None:
             return torch.arange(item.num_slots, device=device)
-        bad = [page for page in pages if not 0 <= page < item.num_pages]
-        if bad:
-            raise BatchError(f"group {item.name!r}: pages {bad[:5]} lie outside 0..{item.num_pages - 1}")
-        first = torch.tensor(list(pages), dtype=torch.int64, device=device) * item.page_size
+        first = torch.as_tensor(self._checked(group, pages), dtype=torch.int64, device=device) * item.page_size
         return (first[:, None] + torch.arange(item.page_size, device=device)).flatten()
 
     def _verify_part(self, group: int, part: int, slots: torch.Tensor, found: list[Mismatch]) -> tuple[int, int]:

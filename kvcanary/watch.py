@@ -101,7 +101,7 @@ class Watch:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Plain values for a readiness probe: mode, armed, bound, error, incidents, verified, degraded, drops."""
+        """Plain values for a readiness probe; see :meth:`kvcanary.reporting.Reporting.status`."""
         if self._canary is None:
             return {"mode": self._config.mode, "watching": False, "healthy": True}
         return self._canary.status()
@@ -135,7 +135,8 @@ class Watch:
         adapter = find_adapter(self._engine)
         if self._config.mode == "quarantine" and not getattr(adapter, "quarantines", False):
             raise ConfigError(
-                f"mode 'quarantine': the {adapter.name} adapter can neither heal nor abort a request; use 'log' or 'raise'"
+                f"mode 'quarantine': the {adapter.name} adapter can neither heal nor abort a request; "
+                "use 'log' or 'raise'"
             )
         canary = Canary(self._config, observers=self._observers)
         try:

@@ -137,8 +137,7 @@ def _candidate(backend: str, device: str) -> Kernels:
         if "kvcanary.kernels.triton_backend" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(
                 "the Triton kernels were loaded for a GPU in this process already; run the selftest in a process of "
-                "its own, "
-                "or with TRITON_INTERPRET=1"
+                "its own, or with TRITON_INTERPRET=1"
             )
         os.environ["TRITON_INTERPRET"] = "1"
     return load_kernels(backend, device)
@@ -168,8 +167,7 @@ def _print(report: dict[str, Any]) -> None:
     broken = sum(report["reported_on_purpose"].values())
     console.print(
         f"clean: {report['clean_forwards']} forwards, {report['false_alarms']} false alarms; broken on purpose: "
-        f"{broken} reports "
-        f"of {len(report['reported_on_purpose'])} kinds, alike on both sides",
+        f"{broken} reports of {len(report['reported_on_purpose'])} kinds, alike on both sides",
         markup=False,
     )
     for line in report["differences"][:SHOWN]:

@@ -110,6 +110,7 @@ class Kernels(Protocol):
 
     def fingerprint(self, state: DeviceState, group: int, part: str, slots: torch.Tensor) -> torch.Tensor:
         """Fingerprints int64 ``[n]`` of ``slots`` int64 ``[n]`` (all within the pool)."""
+        ...
 
 
 def load_kernels(backend: str, device_type: str) -> Kernels:

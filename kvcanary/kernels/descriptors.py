@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ MAX_REGIONS = 8
 """Regions of one launch."""
 MAX_GROUPS = 63
 MAX_INDEX = (1 << 31) - 1
+
+_Words = TypeVar("_Words", bound=IntEnum)
 
 
 class StateWord(IntEnum):
@@ -255,8 +257,8 @@ def group_row(state: DeviceState, index: int) -> list[int]:
     stride = group.index_stride or group.page_size
     if group.num_pages * stride > MAX_INDEX:
         raise ConfigError(
-            f"group {group.name!r}: indices reach {group.num_pages * stride} ({group.num_pages} pages, stride {stride}), "
-            f"the triton backend takes at most {MAX_INDEX}; use backend='reference' or split the pool"
+            f"group {group.name!r}: indices reach {group.num_pages * stride} ({group.num_pages} pages, stride "
+            f"{stride}), the triton backend takes at most {MAX_INDEX}; use backend='reference' or split the pool"
         )
     own = layout.groups[layout.spaces[index]]
     arena = group.arena
@@ -306,7 +308,7 @@ def _arena_groups(state: DeviceState, name: str) -> int:
     return sum(1 << i for i, g in groups if layout.spaces[i] == i and g.arena is not None and g.arena.name == name)
 
 
-def fill_row(words: Mapping[int, int], length: int) -> list[int]:
+def fill_row(words: Mapping[_Words, int], length: int) -> list[int]:
     """``words`` at their places in a row of zeros."""
     row = [0] * length
     for word, value in words.items():

@@ -25,9 +25,6 @@ from kvcanary.record import (
 _MULTIPLIERS = (signed(MIX_MULTIPLIERS[0]), signed(MIX_MULTIPLIERS[1]))
 _MASKS = tuple((1 << (64 - shift)) - 1 for shift in MIX_SHIFTS)
 
-FORWARD_TAG_MASK = (1 << FLAG_SHIFT) - 1
-"""Writer words without flags. Bit 63 is never set, so words of any state compare as they should."""
-
 
 def xor_shift(words: torch.Tensor, step: int) -> torch.Tensor:
     """``words ^ (words >> MIX_SHIFTS[step])`` with a logical shift."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -25,23 +25,29 @@ if TYPE_CHECKING:
 NAMESPACE = "kvcanary"
 
 
+class GroupForm(NamedTuple):
+    """The part of a form that is one group's; without ``columns`` it has no table."""
+
+    fields: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    unit: Literal["page", "slot"] = "slot"
+    covers_new: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class BatchForm:
-    """What a batch consists of beside its tensors: which fields are given, and the values of the others.
-
-    ``groups`` holds, for each group, the fields that are given, those of its table, and the table's (unit, covers_new).
-    """
+    """What a batch consists of beside its tensors: which fields are given, and the values of the others."""
 
     fields: tuple[str, ...]
     linked: bool
-    groups: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, bool]] | None, ...]
+    groups: tuple[GroupForm | None, ...]
 
 
 def flatten(batch: ForwardBatch) -> tuple[BatchForm, list[torch.Tensor]]:
     """The form of a batch, and its tensors in the order that the form implies."""
     tensors: list[torch.Tensor] = []
     names = _take(batch, tensors)
-    groups: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, bool]] | None] = []
+    groups: list[GroupForm | None] = []
     for item in batch.groups:
         if item is None:
             groups.append(None)
@@ -49,9 +55,9 @@ def flatten(batch: ForwardBatch) -> tuple[BatchForm, list[torch.Tensor]]:
         given = _take(item, tensors)
         table = item.table
         if table is None:
-            groups.append((given, (), ("", False)))
+            groups.append(GroupForm(given))
         else:
-            groups.append((given, _take(table, tensors), (table.unit, table.covers_new)))
+            groups.append(GroupForm(given, _take(table, tensors), table.unit, table.covers_new))
     return BatchForm(names, batch.linked, tuple(groups)), tensors
 
 
@@ -67,7 +73,7 @@ def unflatten(form: BatchForm, tensors: Sequence[torch.Tensor]) -> ForwardBatch:
     Raises:
         BatchError: there are more or fewer tensors than the form has fields.
     """
-    wanted = len(form.fields) + sum(len(g[0]) + len(g[1]) for g in form.groups if g is not None)
+    wanted = len(form.fields) + sum(len(g.fields) + len(g.columns) for g in form.groups if g is not None)
     if len(tensors) != wanted:
         raise BatchError(f"{len(tensors)} tensors do not fit a batch of {wanted}: {form}")
     rest = iter(tensors)
@@ -76,16 +82,12 @@ def unflatten(form: BatchForm, tensors: Sequence[torch.Tensor]) -> ForwardBatch:
     return ForwardBatch(**given, groups=groups, linked=form.linked)
 
 
-def _group(
-    form: tuple[tuple[str, ...], tuple[str, ...], tuple[str, bool]], rest: Iterator[torch.Tensor]
-) -> GroupBatch:
-    given = {name: next(rest) for name in form[0]}
-    if not form[1]:
-        return GroupBatch(**given)
-    columns = {name: next(rest) for name in form[1]}
-    unit, covers_new = form[2]
-    table = PageTable(**columns, unit="page" if unit == "page" else "slot", covers_new=covers_new)
-    return GroupBatch(**given, table=table)
+def _group(form: GroupForm, rest: Iterator[torch.Tensor]) -> GroupBatch:
+    given: dict[str, Any] = {name: next(rest) for name in form.fields}
+    if form.columns:
+        columns: dict[str, Any] = {name: next(rest) for name in form.columns}
+        given["table"] = PageTable(**columns, unit=form.unit, covers_new=form.covers_new)
+    return GroupBatch(**given)
 
 
 class CompiledOps:
@@ -204,9 +206,7 @@ def _check(caches: list[torch.Tensor], tensors: list[torch.Tensor], number: int,
     bound.kernels.check(bound.state, unflatten(bound.forms[form], tensors), groups)
 
 
-def _seal(
-    caches: list[torch.Tensor], number: int, part: str, scrub_bytes: int, last: bool, nonfinite: bool
-) -> None:
+def _seal(caches: list[torch.Tensor], number: int, part: str, scrub_bytes: int, last: bool, nonfinite: bool) -> None:
     bound = _Registry.find(number)
     bound.settle(caches)
     bound.kernels.seal(bound.state, part, scrub_bytes, last=last, nonfinite=nonfinite)

@@ -10,16 +10,11 @@ import torch
 
 from kvcanary.errors import LayoutError
 from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses, is_plain
-from kvcanary.kernels.triton_bytes import sum_kernel
-from kvcanary.kernels.triton_check import check_kernel
-from kvcanary.kernels.triton_facts import facts_kernel
 from kvcanary.kernels.triton_launch import Kernel
-from kvcanary.kernels.triton_mark import mark_kernel
 from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
 from kvcanary.kernels.triton_requests import FactEncoder
 from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
-from kvcanary.kernels.triton_seal import abandon_kernel, commit_kernel
-from kvcanary.kernels.triton_window import window_kernel
+from kvcanary.kernels.triton_variants import Variants
 from kvcanary.kernels.triton_workspace import DESCRIBED, INTERPRETED, Tuning, Workspace
 
 if TYPE_CHECKING:
@@ -50,7 +45,12 @@ class TritonKernels:
         Raises:
             ConfigError: a stream is being captured, or the layout has more groups or larger indices than fit.
         """
-        self._of(state).compile()
+        for kernel in self.variants(state):
+            kernel.compile()
+
+    def variants(self, state: DeviceState, *, rare: bool = False) -> list[Kernel]:
+        """The kernels that serve ``state``; with ``rare`` also those that compile when they are first needed."""
+        return self._of(state).kernels.variants(rare=rare)
 
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""
@@ -112,81 +112,11 @@ class _Bound:
         self._counters, self._rows, self._history, self._slots, self._links = (t.data_ptr() for t in self._tensors)
         self._scratch = (state.scratch_rows, state.scratch_batch)
         self._scratch_rows, self._scratch_batch = (t.data_ptr() for t in self._scratch)
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
-        header = 1 << (state.header_words - 1).bit_length()
-        pow2 = {"POW2": workspace.pow2}
         self._plain = [is_plain(group) for group in state.layout.groups]
-        self._window = Kernel(window_kernel, _warps(tuning.window_tile), TILE=tuning.window_tile, **pow2)
-        self._facts = Kernel(facts_kernel, _warps(tuning.facts_tile), TILE=tuning.facts_tile)
-        self._abandon = Kernel(abandon_kernel, 4, HEADER=header)
-        self._header = header
+        self.kernels = Variants(workspace, state.layout, state.header_words)
+        self._batch: ForwardBatch | None = None
+        self._described: tuple[list[int], int, int] = ([], 0, 0)
         self._null_pages = any(group.null_pages and not group.null_is_zero for group in self._layout.groups)
-
-    def compile(self) -> None:
-        """Compile what serving needs."""
-        for kernel in (self._check(plain=all(self._plain)), self._facts, self._abandon, self._workspace.describe):
-            kernel.compile()
-        rings = any(group.ring is not None for group in self._layout.groups)
-        for tile in (self._tuning.mark_tile, self._tuning.decode_tile):
-            for first in {True, not rings}:
-                self._mark(tile, first=first, linked=True).compile()
-        for large in (False, True):
-            self._sum(large=large, nonfinite=True).compile()
-        self._commit(last=True, nonfinite=True).compile()
-
-    # --- variants -------------------------------------------------------------------------------------------
-
-    def _mark(self, tile: int, *, first: bool, linked: bool) -> Kernel:
-        return self._kernel(
-            mark_kernel,
-            _warps(tile),
-            self._tuning.mark_registers,
-            FIRST=first,
-            UNLINKED=not linked,
-            POW2=self._workspace.pow2,
-            TILE=tile,
-            SUM=self._tuning.sum_tile,
-        )
-
-    def _check(self, *, plain: bool) -> Kernel:
-        tile = self._tuning.check_tile
-        registers = self._tuning.check_registers
-        return self._kernel(check_kernel, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
-
-    def _sum(self, *, large: bool, nonfinite: bool) -> Kernel:
-        workspace = self._workspace
-        items, sub, warps, registers = self._tuning.large if large else self._tuning.small
-        return self._kernel(
-            sum_kernel,
-            max(warps, min(8, workspace.block // 256)),
-            registers,
-            ITEMS=items,
-            SUB=sub,
-            BLOCK=workspace.block,
-            NONFINITE=nonfinite,
-            WORDS=workspace.words,
-            BYTES=workspace.bytes,
-            POW2=workspace.pow2,
-        )
-
-    def _commit(self, *, last: bool, nonfinite: bool) -> Kernel:
-        tile = self._tuning.commit_tile
-        return self._kernel(
-            commit_kernel,
-            _warps(tile),
-            LAST=last,
-            NONFINITE=nonfinite,
-            POW2=self._workspace.pow2,
-            TILE=tile,
-            HEADER=self._header,
-        )
-
-    def _kernel(self, function: object, warps: int, registers: int = 0, **constants: object) -> Kernel:
-        key = (function, warps, registers, *constants.values())
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = Kernel(function, warps, registers, **constants)
-        return kernel
 
     # --- operations -----------------------------------------------------------------------------------------
 
@@ -196,7 +126,7 @@ class _Bound:
         for at in range(0, len(facts), count):
             encoded = self._encoder.encode(facts[at : at + count], self.sums)
             host, target, generation = workspace.staging.put(encoded.words)
-            self._facts(
+            self.kernels.facts(
                 (1, 1, 1),
                 self._counters,
                 self._rows,
@@ -212,9 +142,19 @@ class _Bound:
             )
             encoded.finish()
 
+    def _describe(self, batch: ForwardBatch) -> tuple[list[int], int, int]:
+        """Addresses of the batch's tensors, which are int64, and the address of the rows that describe its groups.
+
+        All operations of a forward get the same batch; it is let go when the forward ends.
+        """
+        if self._batch is not batch:
+            self._described = (*batch_addresses(batch), self._workspace.item_rows(batch))
+            self._batch = batch
+        return self._described
+
     def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
         workspace, tuning = self._workspace, self._tuning
-        addresses, wide = batch_addresses(batch)
+        addresses, wide, described = self._describe(batch)
         tokens, rows = batch.num_tokens, batch.num_rows
         workspace.tokens = tokens
         items = batch.groups
@@ -223,7 +163,7 @@ class _Bound:
         rewinds = [limit for g in given if (limit := self._layout.groups[g].max_rewind) is not None]
         tile = tuning.decode_tile if tokens <= 4 * rows else tuning.mark_tile
         programs = min(max(tuning.programs // (rows + 1), tuning.row_programs), max(1, -(-tokens // tile)))
-        self._mark(tile, first=first, linked=batch.linked)(
+        self.kernels.mark(tile, first=first, linked=batch.linked)(
             (rows + 1, programs, len(items)),
             self._counters,
             self._rows,
@@ -233,7 +173,7 @@ class _Bound:
             self._links,
             self._scratch_rows,
             self._scratch_batch,
-            workspace.item_rows(batch),
+            described,
             *addresses,
             wide,
             tokens,
@@ -249,13 +189,13 @@ class _Bound:
 
     def check(self, batch: ForwardBatch, groups: Sequence[int]) -> None:
         workspace, tuning = self._workspace, self._tuning
-        (_, starts, contexts, request_rows, _, _, _, _, count), wide = batch_addresses(batch)
+        (_, starts, contexts, request_rows, _, _, _, _, count), wide, described = self._describe(batch)
         rows, head = batch.num_rows, self._limits.head_entries
         tiles = -(-max(self._longest(batch), batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
         programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), tuning.row_programs), tiles)
         selected = [(g, item) for g, item in enumerate(batch.groups) if item is not None and g in groups]
         plain = all(self._plain[g] and item.translation is None for g, item in selected)
-        self._check(plain=plain)(
+        self.kernels.check(plain=plain)(
             (max(1, rows), programs, len(batch.groups)),
             self._counters,
             self._rows,
@@ -264,7 +204,7 @@ class _Bound:
             self._slots,
             self._links,
             self._scratch_rows,
-            workspace.item_rows(batch),
+            described,
             starts,
             contexts,
             request_rows,
@@ -290,6 +230,8 @@ class _Bound:
     def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
         workspace = self._workspace
         plan = self._planner.plan(part, workspace.tokens, scrub_bytes)
+        if last:
+            self._batch = None
         flags = nonfinite or (scrub_bytes > 0 and self._null_pages)
         for launch in plan.launches:
             self._launch_sums(launch, large=plan.large, nonfinite=flags)
@@ -297,7 +239,7 @@ class _Bound:
 
     def _launch_sums(self, launch: Launch, *, large: bool, nonfinite: bool, always: bool = False) -> None:
         workspace = self._workspace
-        self._sum(large=large, nonfinite=nonfinite)(
+        self.kernels.sum(large=large, nonfinite=nonfinite)(
             (launch.programs, 1, 1),
             self._counters,
             workspace.meta,
@@ -313,7 +255,7 @@ class _Bound:
         tiles = -(-max(plan.tiles, workspace.tokens if last else 1, 1) // self._tuning.commit_tile)
         for launch in launches:
             end = launch is launches[-1]
-            self._commit(last=last and end, nonfinite=flags)(
+            self.kernels.commit(last=last and end, nonfinite=flags)(
                 (tiles, max(1, launch.count + int(last and end)), 1),
                 self._counters,
                 self._rows,
@@ -333,18 +275,19 @@ class _Bound:
             )
 
     def abandon(self) -> None:
-        self._abandon((1, 1, 1), self._counters, self._workspace.meta)
+        self._batch = None
+        self.kernels.abandon((1, 1, 1), self._counters, self._workspace.meta)
 
     def window(self, batch: ForwardBatch, full: int, swa: int, *, every: int) -> None:
         workspace, tuning = self._workspace, self._tuning
-        (_, starts, contexts, request_rows, _, _, _, _, count), wide = batch_addresses(batch)
+        (_, starts, contexts, request_rows, _, _, _, _, count), wide, described = self._describe(batch)
         rows = max(1, batch.num_rows)
         tiles = -(-max(1, self._longest(batch)) // tuning.window_tile)
-        self._window(
+        self.kernels.window(
             (rows, min(max(tuning.programs // rows, tuning.row_programs), tiles), 1),
             self._counters,
             workspace.meta,
-            workspace.item_rows(batch),
+            described,
             workspace.tickets.data_ptr() + 8,
             starts,
             contexts,
@@ -374,10 +317,6 @@ class _Bound:
         launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
         self._launch_sums(launch, large=large, nonfinite=False, always=True)
         return found
-
-
-def _warps(tile: int) -> int:
-    return max(1, min(8, tile // 32))
 
 
 def _selected(batch: ForwardBatch, groups: Sequence[int]) -> int:

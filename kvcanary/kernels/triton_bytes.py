@@ -28,7 +28,7 @@ from kvcanary.kernels.descriptors import (
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_tables import is_reserved
 from kvcanary.kernels.triton_words import NONE, divide, words_at
-from kvcanary.record import WORD_MULTIPLIERS, WORD_STEP
+from kvcanary.record import MASK32, WORD_MULTIPLIERS, WORD_STEP
 from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
 
 _ROW = tl.constexpr(ROW)
@@ -79,6 +79,7 @@ _KEY = tl.constexpr(int(ChunkWord.KEY))
 _EXPONENT = tl.constexpr(int(ChunkWord.EXPONENT))
 _ACCESS = tl.constexpr(int(ChunkWord.ACCESS))
 
+_ONES = tl.constexpr(MASK32)
 _STEP = tl.constexpr(WORD_STEP)
 _MULTIPLIER_0 = tl.constexpr(WORD_MULTIPLIERS[0])
 _MULTIPLIER_1 = tl.constexpr(WORD_MULTIPLIERS[1])
@@ -131,7 +132,8 @@ def _look(chunk, data, bad):
     exponent = tl.load(chunk + _EXPONENT)
     mask = exponent.to(tl.uint32)
     top = (exponent >> 32).to(tl.uint32)
-    return bad | (top & ~((mask & ~data) + ~top))
+    spare = (mask & (data ^ _ONES)) + (top ^ _ONES)
+    return bad | (top & (spare ^ _ONES))
 
 
 @triton.jit

@@ -43,7 +43,6 @@ _OVER_CAPACITY = tl.constexpr(int(Reason.OVER_CAPACITY))
 _OUT_OF_WINDOW = tl.constexpr(int(Reason.OUT_OF_WINDOW))
 
 
-
 @triton.jit
 def _plain_entry(entries, wide, width, column, mask):
     """An entry of a plain table, -1 where there is none or where it is out of all bounds."""
@@ -135,7 +134,9 @@ def check_kernel(
     meta = words_at(meta_at)
     group = meta + (g + 1) * _STATE_ROW
     item = words_at(items_at) + g * _ITEM_ROW
-    live, row, _first, _end, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
+    live, row, _first, _end, context = batch_row(
+        b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
+    )
     programs = tl.num_programs(1).to(tl.int64)
     if live & (context > 0):
         low, _turn, first_count, half = old_span(
@@ -170,6 +171,7 @@ def check_kernel(
         while start < tokens:
             report_conflicts(
                 counters, words_at(rows_at), meta, g, group, _ROLE, start + tl.arange(0, TILE).to(tl.int64), tokens,
-                words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at), words_at(scratch_rows_at), POW2,
+                words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at), words_at(scratch_rows_at),
+                POW2,
             )  # fmt: skip
             start += batch_rows * programs * TILE

@@ -205,7 +205,7 @@ def _present(fingerprint, writer, forward):
 
 
 @triton.jit
-def _save_records(fact, words, group, slot, there, i):
+def _save_records(fact, group, slot, there, i):
     """Records to a table ``[slots, 2 + 2 * parts]``."""
     parts = tl.load(group + _PARTS)
     out = words_at(tl.load(fact + _RECORDS)) + i * (2 + 2 * parts)
@@ -270,7 +270,7 @@ def _apply_to_pages(counters, meta, fact, words, space, group, forward, lane, TI
             if op == _UNSEAL:
                 _wipe(group, slot, there, False)
             if (op == _COPY) | (op == _EXPORT):
-                _save_records(fact, words, group, slot, there, i)
+                _save_records(fact, group, slot, there, i)
             if op == _IMPORT:
                 _restore_records(fact, group, slot, there, i, forward)
             if op == _RESTAMP:
@@ -349,9 +349,9 @@ def _anchor(counters, rows, history, meta, fact):
             else:
                 kind = position * 0 + _REQUEST_DIGEST
                 report(
-                    counters, rows, meta, kind > 0, kind, _ROLE, tl.load(fact + _GROUP), row_flag(rows, number, kind * 0),
-                    (kind * 0 + 1) << kind, number, NONE, NONE, position, NONE, NONE, NONE, digest, assumed, 0, 0, 0, 0,
-                    NONE, kind > 0,
+                    counters, rows, meta, kind > 0, kind, _ROLE, tl.load(fact + _GROUP),
+                    row_flag(rows, number, kind * 0), (kind * 0 + 1) << kind, number, NONE, NONE, position, NONE,
+                    NONE, NONE, digest, assumed, 0, 0, 0, 0, NONE, kind > 0,
                 )  # fmt: skip
 
 

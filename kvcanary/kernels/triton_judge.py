@@ -155,8 +155,9 @@ def _report_entries(counters, rows, meta, g, group, table, pool, mapping, row, p
         reported = tl.where(by_row, row_flag(rows, row, kind * 0), seal.to(tl.int64))
         wanted_digest = tl.where(fault == _END, wanted, tl.where(fault == _BROKEN, expected, 0))
         report(
-            counters, rows, meta, fault != 0, kind, _ROLE, g, reported, tl.where(by_row, (kind * 0 + 1) << kind, slot_bit),
-            row, tl.where(out, engine_index(index), slot).to(tl.int64), tl.where(out, NONE, page).to(tl.int64), p,
+            counters, rows, meta, fault != 0, kind, _ROLE, g, reported,
+            tl.where(by_row, (kind * 0 + 1) << kind, slot_bit), row,
+            tl.where(out, engine_index(index), slot).to(tl.int64), tl.where(out, NONE, page).to(tl.int64), p,
             tl.where(out | unknown, NONE, position_of(word)), NONE, tl.where(out | unknown, NONE, code_of(word)),
             wanted_digest, tl.where(out, 0, tl.where(fault == _END, after, digest)), 0, 0,
             tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault == _END,

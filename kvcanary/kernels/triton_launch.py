@@ -46,6 +46,15 @@ class Kernel:
             self._options["maxnreg"] = registers
         self._handle: Any = None
 
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(self._function.__name__)
+
+    def source(self) -> tuple[Any, dict[str, object], dict[str, int]]:
+        """The function, its compile-time constants, and the compiler's options."""
+        return self._function, self._constants, self._options
+
     def compile(self) -> None:
         """Compile for the current device, and load the result. The interpreter has nothing to do."""
         if self._handle is None:

@@ -276,7 +276,8 @@ def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first,
         unknown_old = (old_word | old_digest) == 0
         report(
             counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
-            row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page), tl.where(into, position_of(word), p),
+            row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page),
+            tl.where(into, position_of(word), p),
             tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
             tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
             tl.where(into, digest, 0),
@@ -337,8 +338,9 @@ def mark_kernel(
             tl.store(counters + _SCRATCH_ROWS, batch_rows)
         if live:
             digest, source = _row_digest(
-                rows, words_at(history_at), meta + (digest_group + 1) * _ROW, words_at(items_at) + digest_group * _ITEM_ROW,
-                digest_group >= 0, b, row, context, mix_in, mix_out, POW2,
+                rows, words_at(history_at), meta + (digest_group + 1) * _ROW,
+                words_at(items_at) + digest_group * _ITEM_ROW, digest_group >= 0, b, row, context, mix_in, mix_out,
+                POW2,
             )  # fmt: skip
         if (part == 0) & (g == 0) & (b < batch_rows):
             entry = words_at(scratch_batch_at) + b * _BATCH_WORDS
@@ -386,8 +388,8 @@ def mark_kernel(
                 if g == 0:
                     _judge_inputs(
                         counters, rows, words_at(history_at), meta, row, context, t, inside,
-                        flag(part == 0) & (t == first), token, code, salt, p, (positions, expected, last_ids), wide, mix_in,
-                        mix_out, input_group, max_rewind, b, UNLINKED,
+                        flag(part == 0) & (t == first), token, code, salt, p, (positions, expected, last_ids), wide,
+                        mix_in, mix_out, input_group, max_rewind, b, UNLINKED,
                     )  # fmt: skip
             tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside)
             if g == 0:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +15,8 @@ NO_PROGRAM = (1 << 62) - 1
 """First program of a region that is not there."""
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Launch:
     """One launch of the byte kernel, and of the commit kernel after it: some regions of a plan.
 
     ``firsts``: first program of each region but the first.
@@ -36,7 +36,6 @@ class Plan:
         launches: most layouts need one.
         large: which configuration of the byte kernel suits.
         tiles: items of the largest region, for the commit kernel's grid.
-        null_pages: the scrub may pass pages that must stay finite.
     """
 
     launches: tuple[Launch, ...]
@@ -72,7 +71,8 @@ class Planner:
         workspace = self._workspace
         address = workspace.regions.find(rows, keep=workspace.capturing())
         launches = tuple(
-            launch._replace(regions=address + i * MAX_REGIONS * REGION_ROW * 8) for i, launch in enumerate(plan.launches)
+            replace(launch, regions=address + i * MAX_REGIONS * REGION_ROW * 8)
+            for i, launch in enumerate(plan.launches)
         )
         return Plan(launches, plan.large, plan.tiles)
 

@@ -194,13 +194,14 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
             old = tl.load(first_part + 1, mask=wrong, other=0, volatile=True)
             kind = t * 0 + _NONFINITE_KIND
             report(
-                counters, rows, meta, wrong, kind, _SEAL_ROLE, g, (first_part + 1).to(tl.int64), t * 0 + _NONFINITE_FLAG,
-                row, slot, page, position_of(word), NONE, NONE, NONE, 0, 0, 0, 0, old, owner, part, kind < 0,
+                counters, rows, meta, wrong, kind, _SEAL_ROLE, g, (first_part + 1).to(tl.int64),
+                t * 0 + _NONFINITE_FLAG, row, slot, page, position_of(word), NONE, NONE, NONE, 0, 0, 0, 0, old, owner,
+                part, kind < 0,
             )  # fmt: skip
 
 
 @triton.jit
-def _look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.constexpr, POW2: tl.constexpr):
+def _look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.constexpr):
     """Entries of the queue: the second look at a suspect, or the first at what was queued."""
     inside = item < count
     found, _ = _take(words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), item, inside, NONFINITE)
@@ -233,9 +234,9 @@ def _look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.c
         owner = tl.load(words_at(tl.load(group + _OWNER_AT, mask=twice, other=0)) + page, mask=twice, other=0)
         kind = item * 0 + _CONTENT
         report(
-            counters, rows, meta, twice, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), one * 0 + _CONTENT_FLAG, NONE,
-            slot, page, NONE, tl.where(unknown, NONE, position_of(word)), NONE, tl.where(unknown, NONE, code_of(word)), 0,
-            digest, wanted, found, writer, owner, part, kind < 0,
+            counters, rows, meta, twice, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), one * 0 + _CONTENT_FLAG,
+            NONE, slot, page, NONE, tl.where(unknown, NONE, position_of(word)), NONE,
+            tl.where(unknown, NONE, code_of(word)), 0, digest, wanted, found, writer, owner, part, kind < 0,
         )  # fmt: skip
 
 
@@ -247,7 +248,9 @@ def _scrub_slots(counters, rows, meta, region, item, NONFINITE: tl.constexpr, PO
     group = meta + (space + 1) * _STATE_ROW
     end = tl.load(group + _NUM_SLOTS)
     inside = item < tl.load(region + _ITEMS)
-    found, flawed = _take(words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), item, inside, NONFINITE)
+    found, flawed = _take(
+        words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), item, inside, NONFINITE
+    )
     slot = tl.load(counters + _CURSOR + space * _GROUP_WORDS) + item
     slot = tl.where(inside, tl.where(slot >= end, slot - end, slot), 0)
     seal = words_at(tl.load(group + _SEALS_AT)) + (part * end + slot) * 2
@@ -269,8 +272,8 @@ def _scrub_slots(counters, rows, meta, region, item, NONFINITE: tl.constexpr, PO
     if tl.max(dirty.to(tl.int32), 0) > 0:
         kind = item * 0 + _NULL_DIRTY
         report(
-            counters, rows, meta, dirty, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), item * 0 + _CONTENT_FLAG, NONE,
-            slot, page, NONE, NONE, NONE, NONE, 0, 0, 0, 0, writer, owner, part, kind < 0,
+            counters, rows, meta, dirty, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), item * 0 + _CONTENT_FLAG,
+            NONE, slot, page, NONE, NONE, NONE, NONE, 0, 0, 0, 0, writer, owner, part, kind < 0,
         )  # fmt: skip
 
 
@@ -377,8 +380,8 @@ def _advance_cursors(counters, meta, regions, count, copy, forward):
 def commit_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_links_at: tl.int64,
     scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, regions_at: tl.int64, region_count: tl.int64,
-    queue_copy_at: tl.int64, ticket_at: tl.int64, report_nonfinite: tl.int64, seals: tl.int64, scrubs: tl.int64, mix_in: tl.int64,
-    mix_out: tl.int64,
+    queue_copy_at: tl.int64, ticket_at: tl.int64, report_nonfinite: tl.int64, seals: tl.int64, scrubs: tl.int64,
+    mix_in: tl.int64, mix_out: tl.int64,
     LAST: tl.constexpr, NONFINITE: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[tiles, regions (and one for the rows)]``."""
@@ -409,7 +412,7 @@ def commit_kernel(
             elif kind == _SUSPECTS_KIND:
                 entries = tl.load(copy + 1) - tl.load(copy)
                 while begin < entries:
-                    _look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE, POW2)
+                    _look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE)
                     begin += step
             else:
                 while begin < tl.load(region + _ITEMS):
@@ -420,8 +423,9 @@ def commit_kernel(
                 batch_rows = tl.load(counters + _SCRATCH_ROWS)
                 while begin < tl.maximum(tokens, batch_rows):
                     _commit_tokens(
-                        counters, words_at(history_at), begin + lane, tokens, scratch_links, scratch_rows, mix_in, mix_out
-                    )
+                        counters, words_at(history_at), begin + lane, tokens, scratch_links, scratch_rows, mix_in,
+                        mix_out,
+                    )  # fmt: skip
                     _commit_rows(rows, begin + lane, batch_rows, words_at(scratch_batch_at))
                     begin += step
     tl.debug_barrier()

@@ -31,8 +31,9 @@ def chunk_rows(sources: Sequence[KVSource], keys: Keys, block: int) -> list[list
     for access, chunks in classes.items():
         for chunk in chunks:
             chunk[ChunkWord.ACCESS] = access
-        empty = fill_row({ChunkWord.BASE: chunks[0][ChunkWord.BASE], ChunkWord.ACCESS: access}, CHUNK_ROW) if chunks else []
-        rows += chunks + [empty] * (-len(chunks) % BUNDLE)
+        rows += chunks
+        for _ in range(-len(chunks) % BUNDLE):
+            rows.append(fill_row({ChunkWord.BASE: chunks[0][ChunkWord.BASE], ChunkWord.ACCESS: access}, CHUNK_ROW))
     return rows
 
 
@@ -46,8 +47,8 @@ def _exponents(source: KVSource, run: Run) -> tuple[int, int]:
         return 0, 0
     if source.dtype not in _EXPONENTS:
         raise LayoutError(
-            f"source {source.name!r}: the triton backend cannot tell which values of {source.dtype} are not finite, only "
-            f"those of {[str(dtype) for dtype in _EXPONENTS]}; give dtype=torch.uint8 to leave out that check"
+            f"source {source.name!r}: the triton backend cannot tell which values of {source.dtype} are not finite, "
+            f"only those of {[str(dtype) for dtype in _EXPONENTS]}; give dtype=torch.uint8 to leave out that check"
         )
     if run.num_bytes % source.dtype.itemsize:
         raise LayoutError(

@@ -74,7 +74,9 @@ def window_kernel(
     swa_item = words_at(items_at) + swa * _ITEM_ROW
     full_group = meta + (full + 1) * _STATE_ROW
     swa_group = meta + (swa + 1) * _STATE_ROW
-    live, _row, _first, _end, context = batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows)
+    live, _row, _first, _end, context = batch_row(
+        b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
+    )
     context = tl.where(live, context, 0)
     full_table = open_table(full_group, full_item, b, POW2)
     swa_table = open_table(swa_group, swa_item, b, POW2)

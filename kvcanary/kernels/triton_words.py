@@ -17,7 +17,6 @@ from kvcanary.state import (
     GLOBAL_WORDS,
     GROUP_WORDS,
     KIND_COUNTS,
-    NOTHING,
     REPEATS,
     ROW_WORDS,
     UNVERIFIED,
@@ -31,17 +30,14 @@ from kvcanary.state import (
 
 NONE = tl.constexpr(-1)
 OUTSIDE = tl.constexpr(-2)
-INT32_MAX = tl.constexpr((1 << 31) - 1)
 _MASK32 = tl.constexpr(0xFFFF_FFFF)
 _MAX_TAG = tl.constexpr(MAX_TAG)
 _TAG_SHIFT = tl.constexpr(TAG_SHIFT)
 _FLAG_SHIFT = tl.constexpr(FLAG_SHIFT)
 _SALTED = tl.constexpr(SALTED)
 _CODE_BITS = tl.constexpr(CODE_BITS)
-_NOTHING = tl.constexpr(NOTHING)
 _NUM_KINDS = tl.constexpr(NUM_KINDS)
 
-_GLOBAL_WORDS = tl.constexpr(GLOBAL_WORDS)
 _GROUP_WORDS = tl.constexpr(GROUP_WORDS)
 _REPEATS = tl.constexpr(GLOBAL_WORDS + REPEATS)
 _KIND_COUNTS = tl.constexpr(GLOBAL_WORDS + KIND_COUNTS)
@@ -225,7 +221,7 @@ def report(
     part,
     taints,
 ):
-    """Report one finding a lane (``mask``), unless ``bit`` of the word at address ``reported`` says that it was reported.
+    """Report one finding a lane (``mask``), unless ``bit`` of the word at address ``reported`` says that it was.
 
     ``kind``, ``reported`` and ``bit`` are int64 with the lanes' shape; all other fields may be scalars. ``row`` is
     negative for findings that name none; ``taints`` marks the row once it has been reported.

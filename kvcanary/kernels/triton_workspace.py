@@ -204,12 +204,13 @@ class Workspace:
         layout, device = state.layout, state.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                "the triton kernels meet this state for the first time while a CUDA graph is captured; run one forward, "
-                "or TritonKernels.prepare(state), before the capture"
+                "the triton kernels meet this state for the first time while a CUDA graph is captured; run one "
+                "forward, or TritonKernels.prepare(state), before the capture"
             )
         if len(layout.groups) > MAX_GROUPS:
             raise ConfigError(
-                f"the layout has {len(layout.groups)} groups, the triton backend takes {MAX_GROUPS}; use backend='reference'"
+                f"the layout has {len(layout.groups)} groups, the triton backend takes {MAX_GROUPS}; "
+                "use backend='reference'"
             )
         self.device = device
         self.tuning = tuning

@@ -117,8 +117,9 @@ def _history(v: ViolationDetected, owners: Sequence[Owner]) -> Iterator[str]:
         who = f"request {owner.request}" if owner.request else "somebody"
         if owner.until and owner.until <= v.forward:
             yield f"{who} held the page from forward {owner.since} until it was taken back for forward {owner.until}"
-        elif (owner.request, owner.since) != (v.owner_request, v.owner_as_of):
-            yield f"{who} holds the page since forward {owner.since}"
+        elif owner.request != v.owner_request:
+            # Who shares a page came later than whoever it was handed out to; the ledger keeps only that forward.
+            yield f"{who} holds the page too"
 
 
 # --- kinds --------------------------------------------------------------------------------------------------

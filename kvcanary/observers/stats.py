@@ -44,7 +44,6 @@ class StatsFold:
     def _begin_period(self) -> None:
         self._snapshots = self._gpu_samples = 0
         self._host_us = self._gpu_us = self._lag_us = 0.0
-        self._period_forward = -1
 
     def handle(self, event: Event) -> tuple[StatsReported, ...]:
         """A report when one is due."""

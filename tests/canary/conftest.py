@@ -17,9 +17,7 @@ class Bench:
 
     def __init__(self, **settings: Any) -> None:
         self.recorder = EventRecorder()
-        self.canary = Canary(
-            CanaryConfig(**{"mode": "log", **settings}), observers=[self.recorder]
-        ).start()
+        self.canary = Canary(CanaryConfig(**{"mode": "log", **settings}), observers=[self.recorder]).start()
         self.engine = HandEngine(self.canary)
 
     def violations(self) -> list[Any]:

@@ -96,10 +96,14 @@ def test_a_stall_is_an_error_of_its_own_in_raise_mode(make_bench: Callable[..., 
     for _ in range(10):
         bench.engine.step()
     bench.canary.suppress("scrub")
-    with pytest.raises(CanaryStalledError, match="scrub"):
+
+    def go_on() -> None:
         for _ in range(30):
             bench.engine.step()
             bench.canary.flush(5)
+
+    with pytest.raises(CanaryStalledError, match="scrub"):
+        go_on()
 
 
 def test_stop_is_idempotent_and_reports_what_was_delivered(bench: Bench) -> None:

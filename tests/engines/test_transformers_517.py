@@ -20,11 +20,8 @@ WHOLE_PAGES, NOT_WHOLE = 16, 17
 
 @pytest.fixture(scope="module")
 def faulty() -> Path:
-    """The interpreter of an environment with 5.17.0."""
-    try:
-        return make_env("5.17.0", ROOT / ".venv-tf517")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no environment with transformers 5.17.0: {error}")
+    """The interpreter of an environment with 5.17.0; `make test` has made it, so nothing is downloaded here."""
+    return make_env("5.17.0", ROOT / ".venv-tf517")
 
 
 def ask(python: Path | str, prompt_length: int) -> dict[str, Any]:
@@ -53,7 +50,7 @@ def test_the_watch_is_silent_where_5_17_0_is_right(faulty: Path) -> None:
 
 
 def test_the_block_pool_of_5_17_0_is_watched_without_a_false_alarm(faulty: Path) -> None:
-    program = [str(faulty), "-m", "tests.engines.soak", "async chunked", "forks offload"]
+    program = [str(faulty), "-m", "tests.engines.soak", "async offload"]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert "0 bad runs" in done.stdout

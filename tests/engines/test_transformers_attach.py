@@ -137,7 +137,7 @@ def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_quarantine_is_refused_with_the_reason() -> None:
     with serve() as engine:
         before = traces(engine.manager)
-        with pytest.raises(ConfigError, match="mode 'quarantine': cancelling a request can crash or hang"):
+        with pytest.raises(ConfigError, match="mode 'quarantine': the transformers adapter can neither heal nor abort"):
             kvcanary.watch(engine.manager, mode="quarantine").start()
         assert traces(engine.manager) == before
 

@@ -187,6 +187,6 @@ def test_an_incident_tells_the_last_two_owners_of_the_page() -> None:
     out = folding.run([*events, violation("DIGEST", 7, "a", 2), Ticked()])
     (opened,) = [event for event in out if isinstance(event, IncidentOpened)]
     assert opened.evidence[-2:] == (
-        "request b holds the page since forward 2",
+        "request b holds the page too",
         "request a held the page from forward 1 until it was taken back for forward 2",
     )

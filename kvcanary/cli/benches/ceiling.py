@@ -71,8 +71,7 @@ def _fingerprint(setting: Setting, name: str, ceiling: Measured) -> Measured:
         value=100 * speed / ceiling.value,
         method=(
             f"{timer.method}; {count} random slots of a {POOL_GIB} GiB pool, {pool.token_bytes} bytes each, against "
-            "the read "
-            "ceiling of this run"
+            "the read ceiling of this run"
         ),
         details={"us": round(microseconds, 2), "gb_per_s": round(speed, 1), "read_ceiling_gb_s": ceiling.value},
     )

@@ -45,8 +45,7 @@ def measure(setting: Setting, name: str) -> Measured:
         method=(
             f"{timer.method}; the flush comes before the entry (mark, check) and again before the exit (seal, scrub, "
             f"commit); {_words(shape, case.gib)}; {case.scrub_bytes >> 20} MiB of other slots scrubbed; all slots of "
-            "the "
-            "pool sealed, random bytes; 0 violations and full counts asserted after the timing"
+            "the pool sealed, random bytes; 0 violations and full counts asserted after the timing"
         ),
         details={
             "live_entries": shape.rows * shape.context,

@@ -75,11 +75,9 @@ def _clean(setting: Setting, name: str) -> Measured:
         name=name,
         value=counts.reported,
         method=(
-            f"random traffic of {rows} rows up to {longest} tokens: chunked prefill, decode, shared prefixes, "
-            "rewinds, padding, "
-            "pages freed and handed on; random bytes written by every forward, 32 MiB scrubbed; the value counts "
-            "reports of any "
-            "kind"
+            f"random traffic of {rows} rows up to {longest} tokens: chunked prefill, decode, shared prefixes, rewinds, "
+            "padding, pages freed and handed on; random bytes written by every forward, 32 MiB scrubbed; the value "
+            "counts reports of any kind"
         ),
         details={
             "entries_verified": counts.links,
@@ -130,9 +128,8 @@ def _changed(setting: Setting, name: str, *, scrub: bool) -> Measured:
         name=name,
         value=done - found,
         method=(
-            f"{done} changes, each of one random 32-bit word of one random layer and component of a slot, to a "
-            "random other "
-            f"value, {batch} slots at a time among {slots}; found by "
+            f"{done} changes, each of one random 32-bit word of one random layer and component of a slot, to a random "
+            f"other value, {batch} slots at a time among {slots}; found by "
             + ("two passes of the scrub over the pool (CONTENT reports)" if scrub else "recomputing their fingerprints")
         ),
         details={"changes": done, "detected": found},

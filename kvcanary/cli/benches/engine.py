@@ -70,10 +70,8 @@ def measure(setting: Setting, name: str) -> Measured:
         method=(
             f"{len(pairs)} pairs of runs, watched and not, in turns, on one model (random bf16 weights, "
             f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} G parameters): {bench.requests} requests with "
-            "prompts of "
-            f"{bench.prompt} and {bench.output} new tokens each, sampled; generated tokens over the time from the "
-            "first request "
-            "to the last token; median loss of a pair"
+            f"prompts of {bench.prompt} and {bench.output} new tokens each, sampled; generated tokens over the time "
+            "from the first request to the last token; median loss of a pair"
         ),
         details={
             "tokens_per_s_off": round(statistics.median(off for off, _ in pairs), 1),

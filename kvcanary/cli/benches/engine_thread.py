@@ -48,11 +48,9 @@ def measure(setting: Setting, name: str) -> Measured:
         value=statistics.median(losses),
         method=(
             f"{blocks} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns with "
-            "and without "
-            f"the facts of {len(engine.names)} decoding requests (one page for each 16th of them a step, one request "
-            "replaced a "
-            "step, a snapshot a step), their drain and the default folds in the same interpreter; median loss of "
-            "throughput"
+            f"and without the facts of {len(engine.names)} decoding requests (one page for each 16th of them a step, "
+            "one request replaced a step, a snapshot a step), their drain and the default folds in the same "
+            "interpreter; median loss of throughput"
         ),
         details={
             "losses_percent": [round(loss, 3) for loss in losses],

@@ -44,9 +44,8 @@ def _mode_off(name: str) -> Measured:
         name=name,
         value=len(traces),
         method=(
-            "watch(engine, mode='off') in a fresh interpreter: attributes of the engine that changed, device or "
-            "engine modules "
-            "that were imported, and a canary if one was made"
+            "watch(engine, mode='off') in a fresh interpreter: attributes of the engine that changed, device or engine "
+            "modules that were imported, and a canary if one was made"
         ),
         details={"found": traces},
     )

@@ -61,9 +61,8 @@ def measure(setting: Setting, name: str) -> Measured:
         value=100 * (with_canary - without) / without,
         method=(
             f"two CUDA graphs replayed in turns, medians: {BUFFERS} launches that read {forward.num_bytes / GIB:.1f} "
-            "GiB, with "
-            f"and without entry and exit around them; {shape.rows} x {shape.context} old tokens, all bytes, 32 MiB "
-            "scrubbed"
+            f"GiB, with and without entry and exit around them; {shape.rows} x {shape.context} old tokens, all bytes, "
+            "32 MiB scrubbed"
         ),
         details={
             "forward_ms": round(without / 1000, 4),

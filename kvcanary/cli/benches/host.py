@@ -46,8 +46,7 @@ def _replay(setting: Setting, name: str) -> Measured:
         value=statistics.median(own) + extra,
         method=(
             f"{_words(setting)}; time of the fact calls and of step()'s entry and exit around a graph replay, plus "
-            "what the "
-            "canary's nodes add to the replay call itself against a graph of one kernel; median of "
+            "what the canary's nodes add to the replay call itself against a graph of one kernel; median of "
             f"{len(steps)} steps"
         ),
         details={"own_us": _spread(own), "replay_call_adds_us": round(extra, 2)},
@@ -95,8 +94,8 @@ def _never_waits(setting: Setting, name: str) -> Measured:
         value=1000 * returned,
         method=(
             f"{count} steps (facts in the first, graph replay in each), each behind a spin kernel of {SPIN_MS} ms; "
-            "time until "
-            "the launching thread has launched them all; a canary that waited once would need at least one spin"
+            "time until the launching thread has launched them all; a canary that waited once would need at least one "
+            "spin"
         ),
         details={"gpu_done_ms": round(1000 * done, 2), "longest_step_ms": round(1000 * longest, 3)},
     )
@@ -165,7 +164,6 @@ def _spread(values: list[float]) -> dict[str, float]:
 def _words(setting: Setting) -> str:
     rows = setting.size(ROWS, 4)
     return (
-        f"a real Canary with its drain running, {rows} decode rows, about {rows // 16} pages allotted and published "
-        "a step, one "
-        "request in 16 steps replaced"
+        f"a real Canary with its drain running, {rows} decode rows, about {rows // 16} pages allotted and published a "
+        "step, one request in 16 steps replaced"
     )

@@ -20,11 +20,9 @@ SAMPLES = 400
 BUSY_SAMPLES = 60
 TIMEOUT_S = 5.0
 METHOD = (
-    "a step behind a spin of random 1 to 3 ms; the GPU's end is placed on the host's clock by a CUDA event recorded "
-    "on the "
-    "idle GPU just before (at most some 10 us early, which counts against the canary); the observer is an async "
-    "function on "
-    "the asyncio loop of the launching thread"
+    "a step behind a spin of random 1 to 3 ms; the GPU's end is placed on the host's clock by a CUDA event recorded on "
+    "the idle GPU just before (at most some 10 us early, which counts against the canary); the observer is an async "
+    "function on the asyncio loop of the launching thread"
 )
 
 

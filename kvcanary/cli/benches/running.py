@@ -151,7 +151,7 @@ def describe_machine(setting: Setting) -> dict[str, Any]:
     machine: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "device": setting.device,
         "versions": dict(_versions()),

@@ -217,7 +217,6 @@ class _Decode:
 
     def __init__(self) -> None:
         self._forward = 0
-        self._next_page = 0
         self._tag = ROWS
         self._names = [f"r{i}" for i in range(ROWS)]
         self._pages: list[list[int]] = [[] for _ in range(ROWS)]

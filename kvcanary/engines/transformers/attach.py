@@ -27,11 +27,6 @@ def attach(engine: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[],
     import transformers
 
     check_version(transformers.__version__)
-    if canary.config.mode == "quarantine":
-        raise ConfigError(
-            "mode 'quarantine': cancelling a request can crash or hang continuous batching, so the transformers "
-            "adapter takes none out of service; use 'log' or 'raise'"
-        )
     is_manager = any(base.__qualname__ == "ContinuousBatchingManager" for base in type(engine).__mro__)
     make = _ManagerWatch if is_manager else _ModelWatch
     watch = make(engine, canary, unarmed)

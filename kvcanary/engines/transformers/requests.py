@@ -55,8 +55,7 @@ class Facts:
 class _Live:
     row: int
     state: Any
-    length: int
-    """position at which its next forward should start"""
+    """the engine's; None for a forked child until it is first scheduled"""
     preempted: bool = False
 
 
@@ -81,19 +80,27 @@ class Requests:
 
     # --- admission ----------------------------------------------------------------------------------------
 
-    def scheduled(self, state: Any, length: int, after: int) -> int:
-        """The row of a request that is in the batch with ``length`` old tokens; -1 during warm-up."""
+    def rows(self, states: Sequence[Any]) -> list[int]:
+        """Rows of the requests of a batch; -1 during warm-up. Called for every forward."""
         if not self._facts.enabled:
-            return -1
+            return [-1] * len(states)
+        known = self._live
+        rows: list[int] = []
+        for state in states:
+            live = known.get(state.request_id)
+            if live is None or live.state is not state or live.preempted:
+                live = self._resumed(state)
+            rows.append(live.row)
+        return rows
+
+    def _resumed(self, state: Any) -> _Live:
         live = self.admitted(state)
         if live.preempted:
-            if length != live.length:
-                # The token that was in flight at an offload is thrown away and fed again.
-                self._facts(self._canary.rewind, state.request_id, length)
+            # The token that was in flight at an offload was thrown away and is fed again.
             live.preempted = False
             self._preempted.pop(state.request_id, None)
-        live.length = after
-        return live.row
+            self._facts(self._canary.rewind, state.request_id, state.position_offset)
+        return live
 
     def admitted(self, state: Any) -> _Live:
         """The request as it is live now, admitted anew if this is another request, or a restart, of that name."""
@@ -122,7 +129,7 @@ class Requests:
         if len(self._live) >= self._max_rows and self._preempted and request not in self._live:
             self._end(next(iter(self._preempted)), None)
         row = self._facts(self._canary.admit, request, tokens=known_tokens(knows, length), start=length)
-        live = self._live[request] = _Live(-1 if row is None else row, state, length)
+        live = self._live[request] = _Live(-1 if row is None else row, state)
         self._preempted.pop(request, None)
         for group, blocks in self._matches.pop(request, ()):
             self._facts(self._canary.reuse, group, request, blocks)

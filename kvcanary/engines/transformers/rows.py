@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,16 +59,14 @@ class Rows:
         states = [item.state for item in batch]
         lengths = [state.position_offset for state in states]
         count = len(lengths)
-        host[_LENGTHS, :count] = lengths
-        host[_ROWS, :count] = [
-            self._requests.scheduled(item.state, length, length + item.query_length)
-            for item, length in zip(batch, lengths, strict=True)
-        ]
-        host[_LAST, :count] = [known_token(state, length - 1) for state, length in zip(states, lengths, strict=True)]
+        # numpy takes a packed array several times faster than a list.
+        host[_LENGTHS, :count] = array("i", lengths)
+        host[_ROWS, :count] = array("i", self._requests.rows(states))
+        host[_LAST, :count] = array("i", _last_ids(states, lengths))
         host[_COUNT, 0] = count
         if self._ring is not None:
             past = self._ring - 1
-            host[_FIRST, :count] = [length - past if length > past else 0 for length in lengths]
+            host[_FIRST, :count] = array("i", [length - past if length > past else 0 for length in lengths])
         self.filled = True
 
     def upload(self) -> None:
@@ -109,16 +108,17 @@ class Rows:
         return GroupBatch(slot_mapping=written, table=table)
 
 
-def known_token(state: Any, position: int) -> int:
-    """The id that the scheduler knows at a position, -1 if it knows none."""
-    if position < 0:
-        return -1
-    prompt = state.initial_tokens
-    if position < len(prompt):
-        return int(prompt[position])
-    position -= len(prompt)
-    generated = state.generated_tokens
-    return int(generated[position]) if position < len(generated) else -1
+def _last_ids(states: Sequence[Any], lengths: Sequence[int]) -> list[int]:
+    """For each row the id that the scheduler knows at its last old position, -1 if it knows none."""
+    found: list[int] = []
+    for state, length in zip(states, lengths, strict=True):
+        prompt, generated = state.initial_tokens, state.generated_tokens
+        place = length - 1 - len(prompt)
+        if place < 0:
+            found.append(prompt[place] if length else -1)
+        else:
+            found.append(generated[place] if place < len(generated) else -1)
+    return found
 
 
 def known_tokens(state: Any, length: int) -> Sequence[int]:

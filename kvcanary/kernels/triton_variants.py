@@ -1,0 +1,121 @@
+"""The compiled forms of the kernels that one state needs."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvcanary.kernels.descriptors import is_plain
+from kvcanary.kernels.triton_bytes import sum_kernel
+from kvcanary.kernels.triton_check import check_kernel
+from kvcanary.kernels.triton_facts import facts_kernel
+from kvcanary.kernels.triton_launch import Kernel
+from kvcanary.kernels.triton_mark import mark_kernel
+from kvcanary.kernels.triton_seal import abandon_kernel, commit_kernel
+from kvcanary.kernels.triton_window import window_kernel
+from kvcanary.kernels.triton_workspace import Workspace
+from kvcanary.layout import PoolLayout
+
+
+class Variants:
+    """Kernels by what varies between launches, made when they are first asked for.
+
+    Attributes:
+        facts, window, abandon: these have one form.
+    """
+
+    def __init__(self, workspace: Workspace, layout: PoolLayout, header_words: int) -> None:
+        self._workspace = workspace
+        self._tuning = tuning = workspace.tuning
+        self._layout = layout
+        self._header = 1 << (header_words - 1).bit_length()
+        self._known: dict[tuple[object, ...], Kernel] = {}
+        self.facts = Kernel(facts_kernel, _warps(tuning.facts_tile), TILE=tuning.facts_tile)
+        self.window = Kernel(window_kernel, _warps(tuning.window_tile), POW2=workspace.pow2, TILE=tuning.window_tile)
+        self.abandon = Kernel(abandon_kernel, 4, HEADER=self._header)
+
+    def mark(self, tile: int, *, first: bool, linked: bool) -> Kernel:
+        """Mark with ``tile`` lanes."""
+        return self._find(
+            mark_kernel,
+            _warps(tile),
+            self._tuning.mark_registers,
+            FIRST=first,
+            UNLINKED=not linked,
+            POW2=self._workspace.pow2,
+            TILE=tile,
+            SUM=self._tuning.sum_tile,
+        )
+
+    def check(self, *, plain: bool) -> Kernel:
+        """Check; ``plain`` when all groups of the launch are."""
+        tile, registers = self._tuning.check_tile, self._tuning.check_registers
+        return self._find(check_kernel, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
+
+    def sum(self, *, large: bool, nonfinite: bool) -> Kernel:
+        """The byte kernel for few or many items."""
+        workspace = self._workspace
+        items, sub, warps, registers = self._tuning.large if large else self._tuning.small
+        return self._find(
+            sum_kernel,
+            max(warps, min(8, workspace.block // 256)),
+            registers,
+            ITEMS=items,
+            SUB=sub,
+            BLOCK=workspace.block,
+            NONFINITE=nonfinite,
+            WORDS=workspace.words,
+            BYTES=workspace.bytes,
+            POW2=workspace.pow2,
+        )
+
+    def commit(self, *, last: bool, nonfinite: bool) -> Kernel:
+        """Commit; ``last`` of the forward, with flags of values that are not finite."""
+        tile = self._tuning.commit_tile
+        return self._find(
+            commit_kernel,
+            _warps(tile),
+            0,
+            LAST=last,
+            NONFINITE=nonfinite,
+            POW2=self._workspace.pow2,
+            TILE=tile,
+            HEADER=self._header,
+        )
+
+    def variants(self, *, rare: bool) -> list[Kernel]:
+        """What serving needs; with ``rare`` every form that there is."""
+        tiles = (self._tuning.mark_tile, self._tuning.decode_tile)
+        plain = all(is_plain(group) for group in self._layout.groups)
+        rings = any(group.ring is not None for group in self._layout.groups)
+        both = (False, True)
+        firsts = both if rings or rare else (True,)
+        return [
+            self._workspace.describe,
+            self.facts,
+            self.abandon,
+            *([self.window] if rare else []),
+            *(self.check(plain=value) for value in (both if rare else (plain,))),
+            *(
+                self.mark(tile, first=first, linked=linked)
+                for tile, first, linked in itertools.product(tiles, firsts, both if rare else (True,))
+            ),
+            *(
+                self.sum(large=large, nonfinite=nonfinite)
+                for large, nonfinite in itertools.product(both, both if rare else (True,))
+            ),
+            *(
+                self.commit(last=last, nonfinite=nonfinite)
+                for last, nonfinite in itertools.product(both if rare else (True,), both if rare else (True,))
+            ),
+        ]
+
+    def _find(self, function: object, warps: int, registers: int, **constants: object) -> Kernel:
+        key = (function, warps, registers, *constants.values())
+        kernel = self._known.get(key)
+        if kernel is None:
+            kernel = self._known[key] = Kernel(function, warps, registers, **constants)
+        return kernel
+
+
+def _warps(tile: int) -> int:
+    return max(1, min(8, tile // 32))
