@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -96,6 +97,36 @@ class TritonKernels:
         return bound
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A batch as the kernels take it. Group sets are bit sets.
+
+    Attributes:
+        batch: what is described; let go when its forward ends.
+        addresses, wide: of BATCH_FIELDS, and a bit set of those that are int64.
+        items: address of the groups' rows.
+        present: groups that take part; detours: those whose indices are not simply slots.
+        first_group: input kinds are counted there; digest_group: whose table knows digests, -1: none.
+        max_rewind: the smallest of the groups', -1: none.
+        longest: positions that a table can name for one row.
+    """
+
+    batch: ForwardBatch
+    addresses: list[int]
+    wide: int
+    items: int
+    present: int
+    detours: int
+    first_group: int
+    digest_group: int
+    max_rewind: int
+    longest: int
+
+    def select(self, groups: Sequence[int]) -> int:
+        """Those of ``groups`` that take part."""
+        return sum([1 << g for g in groups]) & self.present
+
+
 class _Bound:
     """The kernels of one state: launches with all that never changes filled in."""
 
@@ -114,8 +145,7 @@ class _Bound:
         self._scratch_rows, self._scratch_batch = (t.data_ptr() for t in self._scratch)
         self._plain = [is_plain(group) for group in state.layout.groups]
         self.kernels = Variants(workspace, state.layout, state.header_words)
-        self._batch: ForwardBatch | None = None
-        self._described: tuple[list[int], int, int] = ([], 0, 0)
+        self._described: Described | None = None
         self._null_pages = any(group.null_pages and not group.null_is_zero for group in self._layout.groups)
 
     # --- operations -----------------------------------------------------------------------------------------
@@ -142,29 +172,42 @@ class _Bound:
             )
             encoded.finish()
 
-    def _describe(self, batch: ForwardBatch) -> tuple[list[int], int, int]:
-        """Addresses of the batch's tensors, which are int64, and the address of the rows that describe its groups.
-
-        All operations of a forward get the same batch; it is let go when the forward ends.
-        """
-        if self._batch is not batch:
-            self._described = (*batch_addresses(batch), self._workspace.item_rows(batch))
-            self._batch = batch
-        return self._described
+    def _describe(self, batch: ForwardBatch) -> Described:
+        """What the launches of a forward have in common; made once, since all get the same batch."""
+        described = self._described
+        if described is None or described.batch is not batch:
+            addresses, wide = batch_addresses(batch)
+            given = [(g, item) for g, item in enumerate(batch.groups) if item is not None]
+            groups = self._layout.groups
+            rewinds = [limit for g, _ in given if (limit := groups[g].max_rewind) is not None]
+            widths = [
+                item.table.entries.shape[-1] * (groups[g].page_size if item.table.unit == "page" else 1)
+                for g, item in given
+                if item.table is not None
+            ]
+            described = self._described = Described(
+                batch=batch,
+                addresses=addresses,
+                wide=wide,
+                items=self._workspace.item_rows(batch),
+                present=sum(1 << g for g, _ in given),
+                detours=sum(1 << g for g, item in given if not self._plain[g] or item.translation is not None),
+                first_group=given[0][0] if given else 0,
+                digest_group=next((g for g, item in given if item.table is not None), -1),
+                max_rewind=min(rewinds, default=-1),
+                longest=max(widths, default=0),
+            )
+        return described
 
     def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
         workspace, tuning = self._workspace, self._tuning
-        addresses, wide, described = self._describe(batch)
+        described = self._describe(batch)
         tokens, rows = batch.num_tokens, batch.num_rows
         workspace.tokens = tokens
-        items = batch.groups
-        tables = [g for g, item in enumerate(items) if item is not None and item.table is not None]
-        given = [g for g, item in enumerate(items) if item is not None]
-        rewinds = [limit for g in given if (limit := self._layout.groups[g].max_rewind) is not None]
         tile = tuning.decode_tile if tokens <= 4 * rows else tuning.mark_tile
         programs = min(max(tuning.programs // (rows + 1), tuning.row_programs), max(1, -(-tokens // tile)))
         self.kernels.mark(tile, first=first, linked=batch.linked)(
-            (rows + 1, programs, len(items)),
+            (rows + 1, programs, len(batch.groups)),
             self._counters,
             self._rows,
             self._history,
@@ -173,29 +216,28 @@ class _Bound:
             self._links,
             self._scratch_rows,
             self._scratch_batch,
-            described,
-            *addresses,
-            wide,
+            described.items,
+            *described.addresses,
+            described.wide,
             tokens,
             rows,
             self._limits.max_tokens,
             self._limits.max_rows,
-            _selected(batch, groups),
-            tables[0] if tables else -1,
-            given[0] if given else 0,
-            min(rewinds, default=-1),
+            described.select(groups),
+            described.digest_group,
+            described.first_group,
+            described.max_rewind,
             *self._keys,
         )
 
     def check(self, batch: ForwardBatch, groups: Sequence[int]) -> None:
         workspace, tuning = self._workspace, self._tuning
-        (_, starts, contexts, request_rows, _, _, _, _, count), wide, described = self._describe(batch)
-        rows, head = batch.num_rows, self._limits.head_entries
-        tiles = -(-max(self._longest(batch), batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
+        described = self._describe(batch)
+        _, starts, contexts, request_rows, _, _, _, _, count = described.addresses
+        rows, head, selected = batch.num_rows, self._limits.head_entries, described.select(groups)
+        tiles = -(-max(described.longest, batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
         programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), tuning.row_programs), tiles)
-        selected = [(g, item) for g, item in enumerate(batch.groups) if item is not None and g in groups]
-        plain = all(self._plain[g] and item.translation is None for g, item in selected)
-        self.kernels.check(plain=plain)(
+        self.kernels.check(plain=not selected & described.detours)(
             (max(1, rows), programs, len(batch.groups)),
             self._counters,
             self._rows,
@@ -204,34 +246,25 @@ class _Bound:
             self._slots,
             self._links,
             self._scratch_rows,
-            described,
+            described.items,
             starts,
             contexts,
             request_rows,
             count,
-            wide,
+            described.wide,
             rows,
             self._limits.max_tokens,
             self._limits.max_rows,
-            _selected(batch, groups),
+            selected,
             max(MIN_ENTRIES_PER_ROW, head // max(1, rows)),
             *self._keys,
         )
-
-    def _longest(self, batch: ForwardBatch) -> int:
-        """How many positions the tables of a batch can name for one row, at most."""
-        longest = 0
-        for group, item in zip(self._layout.groups, batch.groups, strict=True):
-            if item is not None and item.table is not None:
-                width = item.table.entries.shape[-1] * (group.page_size if item.table.unit == "page" else 1)
-                longest = max(longest, width)
-        return longest
 
     def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
         workspace = self._workspace
         plan = self._planner.plan(part, workspace.tokens, scrub_bytes)
         if last:
-            self._batch = None
+            self._described = None
         flags = nonfinite or (scrub_bytes > 0 and self._null_pages)
         for launch in plan.launches:
             self._launch_sums(launch, large=plan.large, nonfinite=flags)
@@ -275,25 +308,26 @@ class _Bound:
             )
 
     def abandon(self) -> None:
-        self._batch = None
+        self._described = None
         self.kernels.abandon((1, 1, 1), self._counters, self._workspace.meta)
 
     def window(self, batch: ForwardBatch, full: int, swa: int, *, every: int) -> None:
         workspace, tuning = self._workspace, self._tuning
-        (_, starts, contexts, request_rows, _, _, _, _, count), wide, described = self._describe(batch)
+        described = self._describe(batch)
+        _, starts, contexts, request_rows, _, _, _, _, count = described.addresses
         rows = max(1, batch.num_rows)
-        tiles = -(-max(1, self._longest(batch)) // tuning.window_tile)
+        tiles = -(-max(1, described.longest) // tuning.window_tile)
         self.kernels.window(
             (rows, min(max(tuning.programs // rows, tuning.row_programs), tiles), 1),
             self._counters,
             workspace.meta,
-            described,
+            described.items,
             workspace.tickets.data_ptr() + 8,
             starts,
             contexts,
             request_rows,
             count,
-            wide,
+            described.wide,
             batch.num_rows,
             self._limits.max_rows,
             full,
@@ -317,8 +351,3 @@ class _Bound:
         launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
         self._launch_sums(launch, large=large, nonfinite=False, always=True)
         return found
-
-
-def _selected(batch: ForwardBatch, groups: Sequence[int]) -> int:
-    """Bit set of the groups that take part."""
-    return sum(1 << g for g in groups if batch.groups[g] is not None)

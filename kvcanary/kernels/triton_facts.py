@@ -12,18 +12,16 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels import FactOp
-from kvcanary.kernels.descriptors import FACT_ROW, ROW, FactWord, GroupWord, StateWord
-from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
+from kvcanary.kernels.descriptors import FACT_ROW, ROW, FactWord, StateWord
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, row_flag, state_of, words_at, writer_of
-from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, signed
+from kvcanary.kernels.triton_pages import apply_to_pages
+from kvcanary.kernels.triton_words import NONE, report, row_flag, words_at
+from kvcanary.record import Kind
 from kvcanary.state import (
     HISTORY,
     OUTBOX_ROWS,
     OUTBOX_WORDS,
-    OWNER_TRASH,
     ROW_WORDS,
-    SUSPECT_ROWS,
     Role,
     RowFlag,
     RowWord,
@@ -35,12 +33,9 @@ _FACT_ROW = tl.constexpr(FACT_ROW)
 _FORWARD = tl.constexpr(int(Word.FORWARD))
 _SEQUENCE = tl.constexpr(int(Word.SEQUENCE))
 _OUTBOX = tl.constexpr(int(Word.OUTBOX))
-_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.FACTS))
 _ROLE = tl.constexpr(int(Role.FACTS))
 _OUTBOX_AT = tl.constexpr(int(StateWord.OUTBOX))
-_QUEUE = tl.constexpr(int(StateWord.SUSPECTS))
-
 _OP = tl.constexpr(int(FactWord.OP))
 _GROUP = tl.constexpr(int(FactWord.GROUP))
 _SPACE = tl.constexpr(int(FactWord.SPACE))
@@ -50,38 +45,9 @@ _POSITION = tl.constexpr(int(FactWord.POSITION))
 _DIGEST = tl.constexpr(int(FactWord.DIGEST))
 _DIGEST2 = tl.constexpr(int(FactWord.DIGEST2))
 _ARMED = tl.constexpr(int(FactWord.ARMED))
-_COUNT = tl.constexpr(int(FactWord.COUNT))
-_PAGES = tl.constexpr(int(FactWord.PAGES))
-_TARGETS = tl.constexpr(int(FactWord.TARGETS))
-_PAGES_KIND = tl.constexpr(int(FactWord.PAGES_KIND))
-_TARGETS_KIND = tl.constexpr(int(FactWord.TARGETS_KIND))
-_RECORDS = tl.constexpr(int(FactWord.RECORDS))
-
-_ALLOC = tl.constexpr(int(FactOp.ALLOC))
-_FREE = tl.constexpr(int(FactOp.FREE))
-_OWN = tl.constexpr(int(FactOp.OWN))
 _ADMIT = tl.constexpr(int(FactOp.ADMIT))
 _ANCHOR = tl.constexpr(int(FactOp.ANCHOR))
 _FINISH = tl.constexpr(int(FactOp.FINISH))
-_COPY = tl.constexpr(int(FactOp.COPY))
-_EXPORT = tl.constexpr(int(FactOp.EXPORT))
-_IMPORT = tl.constexpr(int(FactOp.IMPORT))
-_WIPE = tl.constexpr(int(FactOp.WIPE))
-_RESTAMP = tl.constexpr(int(FactOp.RESTAMP))
-_QUEUE_OP = tl.constexpr(int(FactOp.QUEUE))
-_UNSEAL = tl.constexpr(int(FactOp.UNSEAL))
-
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_NUM_PAGES = tl.constexpr(int(GroupWord.NUM_PAGES))
-_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
-_PARTS = tl.constexpr(int(GroupWord.PARTS))
-_ARENA = tl.constexpr(int(GroupWord.ARENA))
-_ARENA_PAGES = tl.constexpr(int(GroupWord.ARENA_PAGES))
-_ARENA_GROUPS = tl.constexpr(int(GroupWord.ARENA_GROUPS))
-
 _ROW_WORDS = tl.constexpr(ROW_WORDS)
 _R_TAG = tl.constexpr(int(RowWord.TAG))
 _R_SEED = tl.constexpr(int(RowWord.SEED))
@@ -94,212 +60,7 @@ _ROW_ARMED = tl.constexpr(int(RowFlag.ARMED))
 _HISTORY = tl.constexpr(HISTORY)
 _OUTBOX_ROWS = tl.constexpr(OUTBOX_ROWS)
 _OUTBOX_WORDS = tl.constexpr(OUTBOX_WORDS)
-_SUSPECT_ROWS = tl.constexpr(SUSPECT_ROWS)
-_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
-_PART_SHIFT = tl.constexpr(PART_SHIFT)
-
-_TRASH = tl.constexpr(OWNER_TRASH)
-_HELD_WORD = tl.constexpr(OWNER_HELD << FLAG_SHIFT)
-_FREED_WORD = tl.constexpr(OWNER_FREED << FLAG_SHIFT)
-_TAG_MASK = tl.constexpr(((1 << FLAG_SHIFT) - 1) & ~MASK32)
-_KEPT_MASK = tl.constexpr(signed(~MASK32 & ~(int(SealFlag.SUSPECT) << FLAG_SHIFT)))
-_MASK32 = tl.constexpr(MASK32)
 _REQUEST_DIGEST = tl.constexpr(int(Kind.REQUEST_DIGEST))
-
-HOST_LIST = 2
-"""Kind of a list that lies among the facts: its address is an offset in words. Otherwise 1: int64, 0: int32."""
-_HOST_LIST = tl.constexpr(HOST_LIST)
-
-
-@triton.jit
-def _page(fact, words, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
-    """Entry ``i`` of a fact's list of pages."""
-    kind = tl.load(fact + KIND)
-    at = tl.load(fact + AT)
-    address = tl.where(kind == _HOST_LIST, words.to(tl.int64) + at * 8, at)
-    return index_at(address, i, tl.minimum(kind, 1), inside)
-
-
-@triton.jit
-def _slots(fact, words, group, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
-    """Slot ``i`` of a fact's pages, and whether there is one."""
-    page_size = tl.load(group + _PAGE_SIZE)
-    page = _page(fact, words, AT, KIND, i // page_size, inside)
-    there = inside & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
-    return tl.where(there, page * page_size + i % page_size, 0), there
-
-
-@triton.jit
-def _wipe(group, slot, mask, LINKS: tl.constexpr):
-    """Clear the seals of slots, and the links with ``LINKS``."""
-    zero = slot * 0
-    if LINKS:
-        link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
-        tl.store(link, zero, mask=mask)
-        tl.store(link + 1, zero, mask=mask)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(tl.load(group + _PARTS)):
-        tl.store(seal, zero, mask=mask)
-        tl.store(seal + 1, zero, mask=mask)
-        seal += tl.load(group + _NUM_SLOTS) * 2
-
-
-@triton.jit
-def _set_owners(fact, words, group, forward, lane, TILE: tl.constexpr):
-    """New owners; reserved pages keep their state whatever a fact says."""
-    op = tl.load(fact + _OP)
-    count = tl.load(fact + _COUNT)
-    start = count * 0
-    while start < count:
-        i = start + lane
-        page = _page(fact, words, _PAGES, _PAGES_KIND, i, i < count)
-        there = (i < count) & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
-        at = words_at(tl.load(group + _OWNER_AT)) + tl.where(there, page, 0)
-        old = tl.load(at, mask=there, other=0)
-        held = writer_of(forward, tl.load(fact + _TAG)) | _HELD_WORD
-        freed = (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD
-        tl.store(at, tl.where(op == _FREE, freed, held), mask=there & (state_of(old) < _TRASH))
-        start += TILE
-
-
-@triton.jit
-def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
-    """Wipe the records of whoever held the bytes of the pages before."""
-    count = tl.load(fact + _COUNT)
-    holder = words_at(tl.load(group + _ARENA))
-    others = tl.load(group + _ARENA_GROUPS) & ~((space * 0 + 1) << space)
-    start = count * 0
-    while start < count:
-        i = start + lane
-        page = _page(fact, words, _PAGES, _PAGES_KIND, i, i < count)
-        there = (i < count) & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
-        area = tl.where(there, page, 0) // tl.load(group + _ARENA_PAGES)
-        changed = there & (tl.load(holder + area, mask=there, other=0) != space + 1)
-        other = space * 0
-        while (others >> other) != 0:
-            if ((others >> other) & 1) != 0:
-                its = meta + (other + 1) * _STATE_ROW
-                size = tl.load(its + _ARENA_PAGES) * tl.load(its + _PAGE_SIZE)
-                j = space * 0
-                while j < size:
-                    slot = area * size + j
-                    _wipe(its, slot, changed & (slot < tl.load(its + _NUM_SLOTS)), True)
-                    j += 1
-            other += 1
-        tl.store(holder + area, area * 0 + space + 1, mask=changed)
-        start += TILE
-
-
-@triton.jit
-def _enqueue(counters, meta, space, part, slot, mask):
-    number = tl.atomic_add(counters + _SUSPECTS + slot * 0, slot * 0 + 1, mask=mask, sem="relaxed")
-    word = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
-    tl.store(words_at(tl.load(meta + _QUEUE)) + number % _SUSPECT_ROWS, word, mask=mask)
-
-
-@triton.jit
-def _present(fingerprint, writer, forward):
-    """A seal that moved: written in this forward, with nothing of what was queued for its old place."""
-    sealed = is_sealed(writer)
-    return tl.where(sealed, fingerprint, 0), tl.where(sealed, (writer & _KEPT_MASK) | (forward & _MASK32), 0)
-
-
-@triton.jit
-def _save_records(fact, group, slot, there, i):
-    """Records to a table ``[slots, 2 + 2 * parts]``."""
-    parts = tl.load(group + _PARTS)
-    out = words_at(tl.load(fact + _RECORDS)) + i * (2 + 2 * parts)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
-    tl.store(out, tl.load(link, mask=there, other=0), mask=there)
-    tl.store(out + 1, tl.load(link + 1, mask=there, other=0), mask=there)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(parts):
-        out += 2
-        tl.store(out, tl.load(seal, mask=there, other=0), mask=there)
-        tl.store(out + 1, tl.load(seal + 1, mask=there, other=0), mask=there)
-        seal += tl.load(group + _NUM_SLOTS) * 2
-
-
-@triton.jit
-def _restore_records(fact, group, slot, there, i, forward):
-    """Records from such a table."""
-    parts = tl.load(group + _PARTS)
-    source = words_at(tl.load(fact + _RECORDS)) + i * (2 + 2 * parts)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
-    tl.store(link, tl.load(source, mask=there, other=0), mask=there)
-    tl.store(link + 1, tl.load(source + 1, mask=there, other=0), mask=there)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(parts):
-        source += 2
-        fingerprint = tl.load(source, mask=there, other=0)
-        fingerprint, writer = _present(fingerprint, tl.load(source + 1, mask=there, other=0), forward)
-        tl.store(seal, fingerprint, mask=there)
-        tl.store(seal + 1, writer, mask=there)
-        seal += tl.load(group + _NUM_SLOTS) * 2
-
-
-@triton.jit
-def _restamp(fact, group, slot, there, i, total, forward):
-    """New fingerprints, from sums ``[parts, slots]``, for slots that have a link."""
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
-    linked = there & ((tl.load(link, mask=there, other=0) | tl.load(link + 1, mask=there, other=0)) != 0)
-    sums = words_at(tl.load(fact + _RECORDS)) + i
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(tl.load(group + _PARTS)):
-        writer = tl.load(seal + 1, mask=linked, other=0)
-        tl.store(seal, tl.load(sums, mask=linked, other=0), mask=linked)
-        tl.store(seal + 1, (writer & _TAG_MASK) | (forward & _MASK32), mask=linked)
-        sums += total
-        seal += tl.load(group + _NUM_SLOTS) * 2
-
-
-@triton.jit
-def _apply_to_pages(counters, meta, fact, words, space, group, forward, lane, TILE: tl.constexpr):
-    """Every fact about pages."""
-    op = tl.load(fact + _OP)
-    if (op == _ALLOC) | (op == _FREE) | (op == _OWN) | (op == _IMPORT):
-        _set_owners(fact, words, group, forward, lane, TILE)
-    total = tl.load(fact + _COUNT) * tl.load(group + _PAGE_SIZE)
-    if (op != _FREE) & (op != _OWN):
-        start = total * 0
-        while start < total:
-            i = start + lane
-            slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
-            if (op == _ALLOC) | (op == _WIPE):
-                _wipe(group, slot, there, True)
-            if op == _UNSEAL:
-                _wipe(group, slot, there, False)
-            if (op == _COPY) | (op == _EXPORT):
-                _save_records(fact, group, slot, there, i)
-            if op == _IMPORT:
-                _restore_records(fact, group, slot, there, i, forward)
-            if op == _RESTAMP:
-                _restamp(fact, group, slot, there, i, total, forward)
-            start += TILE
-    tl.debug_barrier()
-    if op == _COPY:
-        start = total * 0
-        while start < total:
-            i = start + lane
-            slot, there = _slots(fact, words, group, _TARGETS, _TARGETS_KIND, i, i < total)
-            _, named = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
-            _restore_records(fact, group, slot, there & named, i, forward)
-            start += TILE
-    if (op == _QUEUE_OP) | (op == _IMPORT):
-        seals = words_at(tl.load(group + _SEALS_AT))
-        part = space * 0
-        while part < tl.load(group + _PARTS):
-            start = total * 0
-            while start < total:
-                i = start + lane
-                slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
-                writer = tl.load(seals + (part * tl.load(group + _NUM_SLOTS) + slot) * 2 + 1, mask=there, other=0)
-                _enqueue(counters, meta, space, part, slot, there & is_sealed(writer))
-                start += TILE
-            part += 1
-    if op == _ALLOC:
-        if tl.load(group + _ARENA) != 0:
-            _take_arena(fact, words, meta, space, group, lane, TILE)
 
 
 @triton.jit
@@ -418,7 +179,7 @@ def facts_kernel(
             _finish(counters, rows, history, meta, fact, forward)
         else:
             space = tl.load(fact + _SPACE)
-            _apply_to_pages(counters, meta, fact, words, space, meta + (space + 1) * _STATE_ROW, forward, lane, TILE)
+            apply_to_pages(counters, meta, fact, words, space, meta + (space + 1) * _STATE_ROW, forward, lane, TILE)
         # What one fact wrote, other threads read for the next.
         tl.debug_barrier()
         number += 1

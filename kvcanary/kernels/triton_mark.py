@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.triton_inputs import judge_inputs, token_words
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_rows import EXPECTED, IDS, LAST, POSITIONS, SALTS, STARTS, batch_row
+from kvcanary.kernels.triton_rows import STARTS, batch_row
 from kvcanary.kernels.triton_tables import (
     engine_index,
     index_of_position,
@@ -34,7 +35,6 @@ from kvcanary.kernels.triton_words import (
     count_verified,
     flag,
     index_at,
-    link_of,
     lowest_fault,
     mix,
     position_of,
@@ -42,7 +42,6 @@ from kvcanary.kernels.triton_words import (
     row_flag,
     state_of,
     tag_of,
-    token_code,
     words_at,
 )
 from kvcanary.record import OWNER_FREED, OWNER_HELD, OWNER_UNKNOWN, Kind
@@ -70,14 +69,12 @@ _SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 _SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.MARK))
 _ROLE = tl.constexpr(int(Role.MARK))
-
 _ROW_WORDS = tl.constexpr(ROW_WORDS)
 _TAG = tl.constexpr(int(RowWord.TAG))
 _SEED = tl.constexpr(int(RowWord.SEED))
 _LOW = tl.constexpr(int(RowWord.LOW))
 _HIGH = tl.constexpr(int(RowWord.HIGH))
 _HISTORY = tl.constexpr(HISTORY)
-
 _BATCH_WORDS = tl.constexpr(BATCH_WORDS)
 _B_ROW = tl.constexpr(int(BatchWord.ROW))
 _B_FIRST = tl.constexpr(int(BatchWord.FIRST_TOKEN))
@@ -89,7 +86,6 @@ _FROM_UNKNOWN = tl.constexpr(int(DigestSource.UNKNOWN))
 _FROM_HISTORY = tl.constexpr(int(DigestSource.HISTORY))
 _FROM_SLOTS = tl.constexpr(int(DigestSource.SLOTS))
 _FROM_SEED = tl.constexpr(int(DigestSource.SEED))
-
 _LINKS = tl.constexpr(int(GroupWord.LINKS))
 _SEALS = tl.constexpr(int(GroupWord.SEALS))
 _OWNER = tl.constexpr(int(GroupWord.OWNER))
@@ -103,7 +99,6 @@ _WIDE = tl.constexpr(int(ItemWord.WIDE))
 _FLAGS = tl.constexpr(int(ItemWord.FLAGS))
 _COVERS = tl.constexpr(int(ItemFlag.COVERS_NEW))
 _TABLE = tl.constexpr(int(ItemFlag.TABLE))
-
 _HELD = tl.constexpr(OWNER_HELD)
 _FREED = tl.constexpr(OWNER_FREED)
 _UNKNOWN = tl.constexpr(OWNER_UNKNOWN)
@@ -111,39 +106,16 @@ _TRASH = tl.constexpr(OWNER_TRASH)
 _NULL = tl.constexpr(OWNER_NULL)
 _WRITES = tl.constexpr(int(Check.WRITES))
 _UNKNOWN_OWNER = tl.constexpr(int(Reason.UNKNOWN_OWNER))
-
-_INPUT_POSITION = tl.constexpr(int(Kind.INPUT_POSITION))
-_INPUT_TOKEN = tl.constexpr(int(Kind.INPUT_TOKEN))
-_INPUT_PLACEHOLDER = tl.constexpr(int(Kind.INPUT_PLACEHOLDER))
 _SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 _WRITE_FREED = tl.constexpr(int(Kind.WRITE_FREED))
 _WRITE_FOREIGN = tl.constexpr(int(Kind.WRITE_FOREIGN))
 _TABLE_MISMATCH = tl.constexpr(int(Kind.TABLE_MISMATCH))
 
 # Bits of a lane's faults, lowest reported first.
-_LENGTH = tl.constexpr(1)
-_POSITION = tl.constexpr(2)
-_PLACEHOLDER = tl.constexpr(4)
-_TOKEN = tl.constexpr(8)
-_LAST = tl.constexpr(16)
 _RANGE = tl.constexpr(1)
 _INTO_FREED = tl.constexpr(2)
 _INTO_FOREIGN = tl.constexpr(4)
 _MISMATCH = tl.constexpr(8)
-
-
-@triton.jit
-def _token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED: tl.constexpr):
-    """Word 0 of the links of tokens ``t``, their codes, ids and salts."""
-    token = index_at(ids, t, is_wide(wide, IDS), inside)
-    salt = index_at(salts, t, is_wide(wide, SALTS), inside & flag(salts != 0))
-    p = context + (t - first)
-    if UNLINKED:
-        # A draft tree has several tokens at one position.
-        given = index_at(positions, t, is_wide(wide, POSITIONS), inside & flag(positions != 0))
-        p = tl.where(positions != 0, given, p)
-    code = token_code(token, p, salt)
-    return link_of(code, p), code, token, salt
 
 
 @triton.jit
@@ -172,51 +144,6 @@ def _row_digest(rows, history, group, item, usable, b, row, context, mix_in, mix
         digest = tl.where(known, before + mix(word, mix_in, mix_out), digest)
         source = tl.where(known, _FROM_SLOTS, source)
     return digest, source
-
-
-@triton.jit
-def _judge_inputs(
-    counters, rows, history, meta, row, context, t, inside, alone, token, code, salt, p, batch, wide, mix_in, mix_out,
-    input_group, max_rewind, b, UNLINKED: tl.constexpr,
-):  # fmt: skip
-    """Report what is wrong with the inputs of a tile; lane 0 of a row's first tile (``alone``) speaks for the row."""
-    positions, expected, last_ids = batch
-    words = rows + row * _ROW_WORDS
-    low = tl.load(words + _LOW)
-    high = tl.load(words + _HIGH)
-    faults = tl.where(inside & (token < 0), _PLACEHOLDER, 0)
-    given = p
-    if not UNLINKED:
-        given = index_at(positions, t, is_wide(wide, POSITIONS), inside & flag(positions != 0))
-        faults |= tl.where(inside & flag(positions != 0) & (given != p), _POSITION, 0)
-        skipped = (context > high) | ((max_rewind >= 0) & (high - context > max_rewind))
-        faults |= tl.where(alone & flag((high >= 0) & skipped), _LENGTH, 0)
-    wanted = index_at(expected, t, is_wide(wide, EXPECTED), inside & flag(expected != 0))
-    faults |= tl.where(inside & flag(expected != 0) & (wanted >= 0) & (wanted != token), _TOKEN, 0)
-    last = index_at(last_ids, b, is_wide(wide, LAST), last_ids != 0)
-    held = (high >= 0) & (low <= context) & (context <= high)
-    checked = (last_ids != 0) & (last >= 0) & (context >= 1) & (low <= context - 1) & held
-    last_code = token_code(last, context - 1, last * 0)
-    past = history + row * _HISTORY
-    now = tl.load(past + (context & (_HISTORY - 1)), mask=checked, other=0)
-    before = tl.load(past + ((context - 1) & (_HISTORY - 1)), mask=checked, other=0)
-    lost = checked & (now - before != mix(link_of(last_code, context - 1), mix_in, mix_out))
-    faults |= tl.where(alone & flag(lost), _LAST, 0)
-    while tl.max(faults) > 0:
-        fault = lowest_fault(faults)
-        faults = faults & ~fault
-        position = (fault == _POSITION) | (fault == _LENGTH)
-        kind = tl.where(position, _INPUT_POSITION, tl.where(fault == _PLACEHOLDER, _INPUT_PLACEHOLDER, _INPUT_TOKEN))
-        kind = kind.to(tl.int64)
-        place = tl.where(fault == _LENGTH, high, tl.where(fault == _LAST, context - 1, p))
-        found = tl.where(fault == _LENGTH, context, tl.where(fault == _POSITION, given, NONE))
-        wanted_code = tl.where(fault == _LAST, last_code, tl.where(fault == _TOKEN, token_code(wanted, p, salt), NONE))
-        found_code = tl.where((fault == _PLACEHOLDER) | (fault == _TOKEN), code, NONE)
-        report(
-            counters, rows, meta, fault != 0, kind, _ROLE, input_group, row_flag(rows, row, kind * 0),
-            (kind * 0 + 1) << kind, row, NONE, NONE, place, found, wanted_code, found_code, 0, 0, 0, 0, 0, 0, NONE,
-            fault != _PLACEHOLDER,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -369,11 +296,11 @@ def mark_kernel(
         before = t * 0
         if FIRST:
             if live:
-                word, code, token, salt = _token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED)
+                word, code, token, salt = token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED)
                 if not UNLINKED:
                     while summed < start:
                         s = summed + tl.arange(0, SUM).to(tl.int64)
-                        part_word, _, _, _ = _token_words(
+                        part_word, _, _, _ = token_words(
                             ids, salts, positions, wide, context, first, s, s < start, UNLINKED
                         )
                         digest += tl.sum(tl.where(s < start, mix(part_word, mix_in, mix_out), 0), 0)
@@ -386,7 +313,7 @@ def mark_kernel(
                     summed = start
                 word = tl.where(inside, word, 0)
                 if g == 0:
-                    _judge_inputs(
+                    judge_inputs(
                         counters, rows, words_at(history_at), meta, row, context, t, inside,
                         flag(part == 0) & (t == first), token, code, salt, p, (positions, expected, last_ids), wide,
                         mix_in, mix_out, input_group, max_rewind, b, UNLINKED,

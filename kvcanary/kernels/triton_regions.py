@@ -59,24 +59,17 @@ class Planner:
         self._layout = state.layout
         self._slots = state.scratch_slots
         self._workspace = workspace
-        self._plans: dict[tuple[str, int, int], tuple[Plan, tuple[tuple[int, ...], ...]]] = {}
+        self._plans: dict[tuple[str, int, int], Plan] = {}
 
     def plan(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
         """The regions of a seal of ``part`` with up to ``tokens`` tokens and a scrub."""
         key = (part, round_up(tokens), scrub_bytes)
-        known = self._plans.get(key)
-        if known is None:
-            known = self._plans[key] = self._make(*key)
-        plan, rows = known
-        workspace = self._workspace
-        address = workspace.regions.find(rows, keep=workspace.capturing())
-        launches = tuple(
-            replace(launch, regions=address + i * MAX_REGIONS * REGION_ROW * 8)
-            for i, launch in enumerate(plan.launches)
-        )
-        return Plan(launches, plan.large, plan.tiles)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make(*key)
+        return plan
 
-    def _make(self, part: str, tokens: int, scrub_bytes: int) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
+    def _make(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
         # Tokens last: the scrub passes over what has no seal before this launch.
         regions = [self._suspects(), *self._scrub_regions(scrub_bytes)] if scrub_bytes > 0 else []
         regions += self._token_regions(part, tokens)
@@ -100,8 +93,12 @@ class Planner:
                 rows.append(tuple(region[:DESCRIBED]))
             firsts += [NO_PROGRAM] * (MAX_REGIONS - len(firsts))
             launches.append(Launch(0, len(taken), program, tuple(firsts[1:])))
+        # Few sizes ever come up, so their rows stay.
+        address = self._workspace.regions.find(tuple(rows), keep=True)
+        step = MAX_REGIONS * REGION_ROW * 8
         tiles = max((region[RegionWord.ITEMS] for region in regions), default=1)
-        return Plan(tuple(launches), large, tiles), tuple(rows)
+        placed = (replace(launch, regions=address + i * step) for i, launch in enumerate(launches))
+        return Plan(tuple(placed), large, tiles)
 
     def _token_regions(self, part: str, tokens: int) -> list[list[int]]:
         layout, workspace = self._layout, self._workspace

@@ -9,15 +9,18 @@ import torch
 
 from kvcanary.errors import BatchError
 from kvcanary.kernels import DeviceFact, FactOp
-from kvcanary.kernels.descriptors import FACT_ROW, FactWord, fill_row
-from kvcanary.kernels.triton_facts import HOST_LIST
+from kvcanary.kernels.descriptors import FACT_ROW, FactWord
+from kvcanary.kernels.triton_pages import HOST_LIST
 from kvcanary.layout import AttentionGroup, PoolLayout
 
 Sums = Callable[[int, int, torch.Tensor], torch.Tensor]
 """Fingerprints of slots of a (space, part number)."""
 
-_ROW_OPS = (FactOp.ADMIT, FactOp.ANCHOR)
-_RECORD_OPS = (FactOp.EXPORT, FactOp.IMPORT)
+_ROW_OPS = frozenset({FactOp.ADMIT, FactOp.ANCHOR})
+_TABLE_OPS = frozenset({FactOp.COPY, FactOp.EXPORT, FactOp.IMPORT, FactOp.RESTAMP})
+_COUNT, _RECORDS = int(FactWord.COUNT), int(FactWord.RECORDS)
+_PAGES, _PAGES_KIND = int(FactWord.PAGES), int(FactWord.PAGES_KIND)
+_TARGETS, _TARGETS_KIND = int(FactWord.TARGETS), int(FactWord.TARGETS_KIND)
 
 
 @dataclass(slots=True)
@@ -65,84 +68,71 @@ class FactEncoder:
     def _encode(self, fact: DeviceFact, encoded: Encoded, sums: Sums) -> list[int]:
         space = self._layout.spaces[fact.group]
         group = self._layout.groups[space]
-        words = {
-            FactWord.OP: fact.op,
-            FactWord.GROUP: fact.group,
-            FactWord.SPACE: space,
-            FactWord.ROW: fact.row,
-            FactWord.TAG: fact.tag,
-            FactWord.POSITION: fact.position,
-            FactWord.DIGEST: fact.digest,
-            FactWord.DIGEST2: fact.digest2,
-            FactWord.ARMED: int(fact.armed),
-        }
+        # In the order of FactWord.
+        words = [fact.op, fact.group, space, fact.row, fact.tag, fact.position, fact.digest, fact.digest2]
+        words += (int(fact.armed), 0, 0, 0, 0, 0, 0, 0)
         if fact.op in _ROW_OPS or (fact.op is FactOp.FINISH and fact.row >= 0):
             self._check_row(fact, group)
         elif fact.op is not FactOp.FINISH:
-            count = self._add_list(fact, group, fact.pages, words, (FactWord.PAGES, FactWord.PAGES_KIND), encoded)
-            words[FactWord.COUNT] = count
-            words[FactWord.RECORDS] = self._records(fact, group, space, count, words, encoded, sums)
-        return fill_row(words, FACT_ROW)
+            words[_PAGES], words[_PAGES_KIND], words[_COUNT] = self._add_list(fact, group, fact.pages, encoded)
+            if fact.op in _TABLE_OPS:
+                words[_RECORDS] = self._records(fact, group, space, words, encoded, sums)
+        return words
 
     def _check_row(self, fact: DeviceFact, group: AttentionGroup) -> None:
         if not 0 <= fact.row < self._max_rows:
             raise BatchError(f"{_name(fact, group)}: row {fact.row} is none of the {self._max_rows} rows")
 
     def _add_list(
-        self,
-        fact: DeviceFact,
-        group: AttentionGroup,
-        pages: Sequence[int] | torch.Tensor,
-        words: dict[FactWord, int],
-        at: tuple[FactWord, FactWord],
-        encoded: Encoded,
-    ) -> int:
-        if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
-            # What lies on the device cannot be looked at from here; the kernel passes over what is no page.
-            tensor = pages.flatten().to(torch.int64)
-            encoded.alive.append(tensor)
-            words[at[0]], words[at[1]] = tensor.data_ptr(), 1
-            return tensor.shape[0]
-        numbers: Sequence[int] = pages.flatten().tolist() if isinstance(pages, torch.Tensor) else pages
-        if len(numbers) and not 0 <= min(numbers) <= max(numbers) < group.num_pages:
+        self, fact: DeviceFact, group: AttentionGroup, pages: Sequence[int] | torch.Tensor, encoded: Encoded
+    ) -> tuple[int, int, int]:
+        """Place, kind and length of a list of pages."""
+        if isinstance(pages, torch.Tensor):
+            if pages.device.type != "cpu":
+                # What lies on the device cannot be looked at from here; the kernel passes over what is no page.
+                tensor = pages.flatten().to(torch.int64)
+                encoded.alive.append(tensor)
+                return tensor.data_ptr(), 1, tensor.shape[0]
+            pages = pages.flatten().tolist()
+        if pages and (min(pages) < 0 or max(pages) >= group.num_pages):
             raise BatchError(
-                f"{_name(fact, group)}: pages {min(numbers)}..{max(numbers)} reach out of 0..{group.num_pages - 1}"
+                f"{_name(fact, group)}: pages {min(pages)}..{max(pages)} reach out of 0..{group.num_pages - 1}"
             )
-        words[at[0]], words[at[1]] = len(encoded.words), HOST_LIST
-        encoded.words += numbers
-        return len(numbers)
+        place = len(encoded.words)
+        encoded.words += pages
+        return place, HOST_LIST, len(pages)
 
     def _records(
         self,
         fact: DeviceFact,
         group: AttentionGroup,
         space: int,
-        pages: int,
-        words: dict[FactWord, int],
+        words: list[int],
         encoded: Encoded,
         sums: Sums,
     ) -> int:
-        """The address of the table that a fact reads or writes; 0: it needs none."""
+        """The address of the table that a fact reads or writes."""
+        pages = words[_COUNT]
         shape = (pages * group.page_size, 2 + 2 * len(group.parts))
         if fact.op is FactOp.COPY:
-            targets = self._add_list(
-                fact, group, fact.targets, words, (FactWord.TARGETS, FactWord.TARGETS_KIND), encoded
-            )
+            words[_TARGETS], words[_TARGETS_KIND], targets = self._add_list(fact, group, fact.targets, encoded)
             if targets != pages:
                 raise BatchError(f"{_name(fact, group)}: {pages} pages go to {targets} targets; name one each")
             table = torch.empty(shape, dtype=torch.int64, device=self._device)
-        elif fact.op in _RECORD_OPS:
-            table = self._record_tensor(fact, group, shape, encoded)
-        elif fact.op is FactOp.RESTAMP and pages:
-            numbers = torch.as_tensor(fact.pages, dtype=torch.int64, device=self._device).flatten()
-            offsets = torch.arange(group.page_size, device=self._device)
-            slots = (numbers.unsqueeze(1) * group.page_size + offsets).flatten()
+        elif fact.op is FactOp.RESTAMP:
+            slots = self._slots(fact.pages, group.page_size)
             table = torch.stack([sums(space, part, slots) for part in range(len(group.parts))])
             encoded.alive.append(slots)
         else:
-            return 0
+            table = self._record_tensor(fact, group, shape, encoded)
         encoded.alive.append(table)
         return table.data_ptr()
+
+    def _slots(self, pages: Sequence[int] | torch.Tensor, page_size: int) -> torch.Tensor:
+        if not isinstance(pages, torch.Tensor):
+            pages = torch.tensor(pages, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        numbers = pages.to(self._device, torch.int64, non_blocking=True).flatten()
+        return (numbers.unsqueeze(1) * page_size + torch.arange(page_size, device=self._device)).flatten()
 
     def _record_tensor(
         self, fact: DeviceFact, group: AttentionGroup, shape: tuple[int, int], encoded: Encoded

@@ -12,21 +12,17 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
-from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
 from kvcanary.kernels.triton_judge import report_conflicts
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_tables import is_reserved, open_pool, page_of
+from kvcanary.kernels.triton_scrub import count_lanes, look_again, scrub_slots, take_sums
+from kvcanary.kernels.triton_tables import open_pool, page_of
 from kvcanary.kernels.triton_words import (
     NONE,
-    code_of,
-    count_unverified,
     count_verified,
     flag,
-    is_sealed,
     mix,
     position_of,
     report,
-    state_of,
     words_at,
     writer_of,
 )
@@ -36,17 +32,14 @@ from kvcanary.state import (
     GLOBAL_WORDS,
     GROUP_WORDS,
     HISTORY,
-    OWNER_NULL,
     ROW_WORDS,
     SCRATCH_ROWS,
     SCRUB_CURSOR,
     SCRUB_PASS_FORWARD,
     SCRUB_PASSES,
-    SUSPECT_ROWS,
     BatchWord,
     Check,
     DigestSource,
-    Reason,
     Role,
     RowFlag,
     RowWord,
@@ -59,7 +52,6 @@ _FORWARD = tl.constexpr(int(Word.FORWARD))
 _SEQUENCE = tl.constexpr(int(Word.SEQUENCE))
 _DIGEST_SUM = tl.constexpr(int(Word.DIGEST_SUM))
 _ABANDONED = tl.constexpr(int(Word.ABANDONED))
-_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
 _SUSPECTS_DONE = tl.constexpr(int(Word.SUSPECTS_DONE))
 _SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 _SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
@@ -70,13 +62,9 @@ _GROUP_WORDS = tl.constexpr(GROUP_WORDS)
 _CURSOR = tl.constexpr(GLOBAL_WORDS + SCRUB_CURSOR)
 _PASSES = tl.constexpr(GLOBAL_WORDS + SCRUB_PASSES)
 _PASS_FORWARD = tl.constexpr(GLOBAL_WORDS + SCRUB_PASS_FORWARD)
-_SUSPECT_ROWS = tl.constexpr(SUSPECT_ROWS)
-
 _HEADERS = tl.constexpr(int(StateWord.HEADERS))
 _SNAPSHOTS = tl.constexpr(int(StateWord.SNAPSHOTS))
 _HEADER_WORDS = tl.constexpr(int(StateWord.HEADER_WORDS))
-_QUEUE = tl.constexpr(int(StateWord.SUSPECTS))
-
 _REGION_ROW = tl.constexpr(REGION_ROW)
 _KIND = tl.constexpr(int(RegionWord.KIND))
 _GROUP = tl.constexpr(int(RegionWord.GROUP))
@@ -86,20 +74,14 @@ _ITEMS = tl.constexpr(int(RegionWord.ITEMS))
 _SLOTS = tl.constexpr(int(RegionWord.SLOTS))
 _SUMS = tl.constexpr(int(RegionWord.SUMS))
 _FLAGS = tl.constexpr(int(RegionWord.FLAGS))
-_WRITERS = tl.constexpr(int(RegionWord.WRITERS))
 _TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
 _SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
 _SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
-
 _LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
 _SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
 _OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
 _NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
 _RING = tl.constexpr(int(GroupWord.RING))
-_NULL_IS_ZERO = tl.constexpr(int(GroupWord.NULL_IS_ZERO))
-_NULL = tl.constexpr(OWNER_NULL)
-
 _ROW_WORDS = tl.constexpr(ROW_WORDS)
 _TAG = tl.constexpr(int(RowWord.TAG))
 _LOW = tl.constexpr(int(RowWord.LOW))
@@ -119,43 +101,9 @@ _FROM_UNKNOWN = tl.constexpr(int(DigestSource.UNKNOWN))
 _FROM_HISTORY = tl.constexpr(int(DigestSource.HISTORY))
 _FROM_SLOTS = tl.constexpr(int(DigestSource.SLOTS))
 _FROM_SEED = tl.constexpr(int(DigestSource.SEED))
-
 _SEALED = tl.constexpr(int(Check.SEALED))
-_CONTENT_CHECK = tl.constexpr(int(Check.CONTENT))
-_UNSEALED = tl.constexpr(int(Reason.UNSEALED))
-_CONTENT = tl.constexpr(int(Kind.CONTENT))
 _NONFINITE_KIND = tl.constexpr(int(Kind.NONFINITE))
-_NULL_DIRTY = tl.constexpr(int(Kind.NULL_DIRTY))
-_CONTENT_FLAG = tl.constexpr(int(SealFlag.CONTENT) << FLAG_SHIFT)
 _NONFINITE_FLAG = tl.constexpr(int(SealFlag.NONFINITE) << FLAG_SHIFT)
-_SUSPECT_FLAG = tl.constexpr(int(SealFlag.SUSPECT) << FLAG_SHIFT)
-_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
-_PART_SHIFT = tl.constexpr(PART_SHIFT)
-_SLOT_MASK = tl.constexpr((1 << SPACE_SHIFT) - 1)
-
-
-@triton.jit
-def _take(sums, flags, item, inside, NONFINITE: tl.constexpr):
-    """The sum (and flag) of each item; both become zero again for the next launch."""
-    found = tl.load(sums + item, mask=inside, other=0)
-    tl.store(sums + item, item * 0, mask=inside & (found != 0))
-    flawed = item * 0
-    if NONFINITE:
-        flawed = tl.load(flags + item, mask=inside, other=0)
-        tl.store(flags + item, item * 0, mask=inside & (flawed != 0))
-    return found, flawed
-
-
-@triton.jit
-def _count(mask):
-    return tl.sum(mask.to(tl.int32), 0).to(tl.int64)
-
-
-@triton.jit
-def _enqueue(counters, meta, word, mask):
-    """Put entries at the end of the scrub's queue."""
-    number = tl.atomic_add(counters + _SUSPECTS + word * 0, word * 0 + 1, mask=mask, sem="relaxed")
-    tl.store(words_at(tl.load(meta + _QUEUE)) + number % _SUSPECT_ROWS, word, mask=mask)
 
 
 @triton.jit
@@ -168,7 +116,9 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
     inside = t < count
     if (part == 0) & (tl.load(group + _RING) != 0):
         report_conflicts(counters, rows, meta, g, group, _SEAL_ROLE, t, count, slots, scratch_links, scratch_rows, POW2)
-    found, flawed = _take(words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), t, inside, NONFINITE)
+    found, flawed = take_sums(
+        words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), t, inside, NONFINITE
+    )
     slot = tl.load(slots + t, mask=inside, other=NONE)
     written = inside & (slot >= 0)
     slot = tl.maximum(slot, 0)
@@ -183,7 +133,7 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
     seal = first_part + part * tl.load(group + _NUM_SLOTS) * 2
     tl.store(seal, found, mask=mine)
     tl.store(seal + 1, writer, mask=mine)
-    count_verified(counters, g, _SEALED, tl.where(part == 0, _count(mine), 0))
+    count_verified(counters, g, _SEALED, tl.where(part == 0, count_lanes(mine), 0))
     if NONFINITE:
         wrong = mine & (flawed != 0) & flag(report_nonfinite != 0)
         if tl.max(wrong.to(tl.int32), 0) > 0:
@@ -198,83 +148,6 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
                 t * 0 + _NONFINITE_FLAG, row, slot, page, position_of(word), NONE, NONE, NONE, 0, 0, 0, 0, old, owner,
                 part, kind < 0,
             )  # fmt: skip
-
-
-@triton.jit
-def _look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.constexpr):
-    """Entries of the queue: the second look at a suspect, or the first at what was queued."""
-    inside = item < count
-    found, _ = _take(words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), item, inside, NONFINITE)
-    entry = tl.load(copy + 2 + item, mask=inside, other=0)
-    slot = entry & _SLOT_MASK
-    space = (entry >> _SPACE_SHIFT) & 0xFF
-    part = (entry >> _PART_SHIFT) & 0xFF
-    group = meta + (space + 1) * _STATE_ROW
-    seal = words_at(tl.load(group + _SEALS_AT, mask=inside, other=0)) + slot * 2
-    seal += part * tl.load(group + _NUM_SLOTS, mask=inside, other=0) * 2
-    wanted = tl.load(seal, mask=inside, other=0)
-    writer = tl.load(seal + 1, mask=inside, other=0)
-    sealed = inside & is_sealed(tl.load(words_at(tl.load(region + _WRITERS)) + item, mask=inside, other=0))
-    one = item * 0 + 1
-    count_unverified(counters, space, _UNSEALED, tl.where(inside & (sealed == 0), one, 0))
-    count_verified(counters, space, _CONTENT_CHECK, tl.where(sealed, one, 0))
-    suspect = (writer & _SUSPECT_FLAG) != 0
-    wrong = sealed & (found != wanted)
-    tl.atomic_and(seal + 1, one * 0 + ~_SUSPECT_FLAG, mask=sealed & (wrong == 0) & suspect, sem="relaxed")
-    once = wrong & (suspect == 0)
-    tl.atomic_or(seal + 1, one * 0 + _SUSPECT_FLAG, mask=once, sem="relaxed")
-    _enqueue(counters, meta, entry, once)
-    twice = wrong & suspect
-    if tl.max(twice.to(tl.int32), 0) > 0:
-        link = words_at(tl.load(group + _LINKS_AT, mask=twice, other=0)) + slot * 2
-        word = tl.load(link, mask=twice, other=0)
-        digest = tl.load(link + 1, mask=twice, other=0)
-        unknown = (word | digest) == 0
-        page = slot // tl.load(group + _PAGE_SIZE, mask=twice, other=1)
-        owner = tl.load(words_at(tl.load(group + _OWNER_AT, mask=twice, other=0)) + page, mask=twice, other=0)
-        kind = item * 0 + _CONTENT
-        report(
-            counters, rows, meta, twice, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), one * 0 + _CONTENT_FLAG,
-            NONE, slot, page, NONE, tl.where(unknown, NONE, position_of(word)), NONE,
-            tl.where(unknown, NONE, code_of(word)), 0, digest, wanted, found, writer, owner, part, kind < 0,
-        )  # fmt: skip
-
-
-@triton.jit
-def _scrub_slots(counters, rows, meta, region, item, NONFINITE: tl.constexpr, POW2: tl.constexpr):
-    """The walk over slot space: a mismatch makes a suspect, and only the second look a finding."""
-    space = tl.load(region + _SPACE)
-    part = tl.load(region + _PART)
-    group = meta + (space + 1) * _STATE_ROW
-    end = tl.load(group + _NUM_SLOTS)
-    inside = item < tl.load(region + _ITEMS)
-    found, flawed = _take(
-        words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), item, inside, NONFINITE
-    )
-    slot = tl.load(counters + _CURSOR + space * _GROUP_WORDS) + item
-    slot = tl.where(inside, tl.where(slot >= end, slot - end, slot), 0)
-    seal = words_at(tl.load(group + _SEALS_AT)) + (part * end + slot) * 2
-    wanted = tl.load(seal, mask=inside, other=0)
-    writer = tl.load(seal + 1, mask=inside, other=0)
-    before = tl.load(words_at(tl.load(region + _WRITERS)) + item, mask=inside, other=0)
-    due = inside & is_sealed(before) & ((writer & (_SUSPECT_FLAG | _CONTENT_FLAG)) == 0)
-    count_verified(counters, space, _CONTENT_CHECK, _count(due))
-    wrong = due & (found != wanted)
-    old = tl.atomic_or(seal + 1, item * 0 + _SUSPECT_FLAG, mask=wrong, sem="relaxed")
-    # An entry of the queue may name the same slot; then one of the two queues it.
-    entry = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
-    _enqueue(counters, meta, entry, wrong & ((old & _SUSPECT_FLAG) == 0))
-    page = page_of(open_pool(group), slot, POW2)
-    reserved = inside & is_reserved(group, page)
-    owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=reserved, other=0)
-    zero = flag(tl.load(group + _NULL_IS_ZERO) != 0)
-    dirty = reserved & (state_of(owner) == _NULL) & ((zero & (found != 0)) | (~zero & (flawed != 0)))
-    if tl.max(dirty.to(tl.int32), 0) > 0:
-        kind = item * 0 + _NULL_DIRTY
-        report(
-            counters, rows, meta, dirty, kind, _SEAL_ROLE, space, (seal + 1).to(tl.int64), item * 0 + _CONTENT_FLAG,
-            NONE, slot, page, NONE, NONE, NONE, NONE, 0, 0, 0, 0, writer, owner, part, kind < 0,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -412,11 +285,11 @@ def commit_kernel(
             elif kind == _SUSPECTS_KIND:
                 entries = tl.load(copy + 1) - tl.load(copy)
                 while begin < entries:
-                    _look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE)
+                    look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE)
                     begin += step
             else:
                 while begin < tl.load(region + _ITEMS):
-                    _scrub_slots(counters, rows, meta, region, begin + lane, NONFINITE, POW2)
+                    scrub_slots(counters, rows, meta, region, begin + lane, NONFINITE, POW2)
                     begin += step
         if LAST:
             if (number == region_count) & (tokens > 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from kvcanary.kernels.descriptors import is_plain
 from kvcanary.kernels.triton_bytes import sum_kernel
@@ -28,15 +29,15 @@ class Variants:
         self._tuning = tuning = workspace.tuning
         self._layout = layout
         self._header = 1 << (header_words - 1).bit_length()
-        self._known: dict[tuple[object, ...], Kernel] = {}
+        self._known: dict[tuple[Any, ...], Kernel] = {}
         self.facts = Kernel(facts_kernel, _warps(tuning.facts_tile), TILE=tuning.facts_tile)
         self.window = Kernel(window_kernel, _warps(tuning.window_tile), POW2=workspace.pow2, TILE=tuning.window_tile)
         self.abandon = Kernel(abandon_kernel, 4, HEADER=self._header)
 
     def mark(self, tile: int, *, first: bool, linked: bool) -> Kernel:
         """Mark with ``tile`` lanes."""
-        return self._find(
-            mark_kernel,
+        return self._known.get((mark_kernel, tile, first, linked)) or self._add(
+            (mark_kernel, tile, first, linked),
             _warps(tile),
             self._tuning.mark_registers,
             FIRST=first,
@@ -49,14 +50,20 @@ class Variants:
     def check(self, *, plain: bool) -> Kernel:
         """Check; ``plain`` when all groups of the launch are."""
         tile, registers = self._tuning.check_tile, self._tuning.check_registers
-        return self._find(check_kernel, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile)
+        key = (check_kernel, plain)
+        return self._known.get(key) or self._add(
+            key, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile
+        )
 
     def sum(self, *, large: bool, nonfinite: bool) -> Kernel:
         """The byte kernel for few or many items."""
+        key = (sum_kernel, large, nonfinite)
+        if key in self._known:
+            return self._known[key]
         workspace = self._workspace
         items, sub, warps, registers = self._tuning.large if large else self._tuning.small
-        return self._find(
-            sum_kernel,
+        return self._add(
+            key,
             max(warps, min(8, workspace.block // 256)),
             registers,
             ITEMS=items,
@@ -71,8 +78,9 @@ class Variants:
     def commit(self, *, last: bool, nonfinite: bool) -> Kernel:
         """Commit; ``last`` of the forward, with flags of values that are not finite."""
         tile = self._tuning.commit_tile
-        return self._find(
-            commit_kernel,
+        key = (commit_kernel, last, nonfinite)
+        return self._known.get(key) or self._add(
+            key,
             _warps(tile),
             0,
             LAST=last,
@@ -109,11 +117,8 @@ class Variants:
             ),
         ]
 
-    def _find(self, function: object, warps: int, registers: int, **constants: object) -> Kernel:
-        key = (function, warps, registers, *constants.values())
-        kernel = self._known.get(key)
-        if kernel is None:
-            kernel = self._known[key] = Kernel(function, warps, registers, **constants)
+    def _add(self, key: tuple[Any, ...], warps: int, registers: int, **constants: object) -> Kernel:
+        kernel = self._known[key] = Kernel(key[0], warps, registers, **constants)
         return kernel
 
 

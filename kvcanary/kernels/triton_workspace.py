@@ -131,7 +131,8 @@ class RowSets:
             return self._known.pop(oldest)
         if not self._free:
             words = self._rows * ITEM_ROW
-            chunk = torch.zeros(ROWS_AT_ONCE, words, dtype=torch.int64, device=self._device)
+            # Not zeroed: a fill that was captured in a graph would wipe the rows at every replay.
+            chunk = torch.empty(ROWS_AT_ONCE, words, dtype=torch.int64, device=self._device)
             self._chunks.append(chunk)
             self._free = [chunk.data_ptr() + i * words * 8 for i in reversed(range(ROWS_AT_ONCE))]
         return self._free.pop()
@@ -194,7 +195,6 @@ class Workspace:
 
     Attributes:
         meta: address of the row of :class:`~kvcanary.kernels.descriptors.StateWord`; the groups' rows follow.
-        arguments: addresses of state tensors, by name.
         pow2: kernels may shift where they would divide.
         block: words of a chunk of bytes.
         bundles: per (space, part number) the address of its chunks and their number of bundles.
@@ -268,7 +268,7 @@ class Workspace:
 
     def item_rows(self, batch: ForwardBatch) -> int:
         """Address of the rows that describe the groups' parts of a batch."""
-        rows = tuple(() if item is None else item_row(item, batch.num_rows) for item in batch.groups)
+        rows = tuple([() if item is None else item_row(item, batch.num_rows) for item in batch.groups])
         return self.items.find(rows, keep=self.capturing())
 
     def scrub_sums_of(self, space: int, part: int, count: int) -> torch.Tensor:

@@ -39,7 +39,8 @@ def test_user_code_passes_mypy_in_strict_mode() -> None:
 
 @pytest.mark.timeout(300)
 def test_user_code_passes_pyright_in_strict_mode() -> None:
-    done = check("pyright", USER_CODE)
+    # A configuration in a folder above would take over otherwise.
+    done = check("pyright", "--project", "pyproject.toml", USER_CODE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
