@@ -103,7 +103,7 @@ class Canary(Lifecycle, Tools):
             ranks: ``dp_rank``, ``tp_rank``, ``pp_rank``.
 
         Raises:
-            ConfigError: the mode or the backend cannot work here.
+            ConfigError: the mode or the backend cannot work here, or not on such a layout.
         """
         if self.config.mode == "quarantine" and quarantine is None:
             raise ConfigError(
@@ -114,6 +114,11 @@ class Canary(Lifecycle, Tools):
         if self.bound:
             self.unbind()
         self._take_pool(layout, kernels, max_tokens=max_tokens, max_batch_rows=max_batch_rows, max_rows=max_rows)
+        try:
+            kernels.prepare(self.state)
+        except BaseException:
+            self._leave_pool()
+            raise
         self._quarantiner = quarantine
         self._stream = stream
         self._due = dict.fromkeys(_ROLES, 0)

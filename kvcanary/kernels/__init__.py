@@ -74,9 +74,12 @@ class DeviceFact:
 
 
 class Kernels(Protocol):
-    """The operations. None may block the host; none but :meth:`fingerprint` returns anything."""
+    """The operations. None but :meth:`prepare` may block the host; none but :meth:`fingerprint` returns anything."""
 
     name: str
+
+    def prepare(self, state: DeviceState) -> None:
+        """Make and compile what serving ``state`` needs, so that nothing of that happens in a forward."""
 
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""

@@ -37,6 +37,9 @@ class ReferenceKernels:
     def __init__(self) -> None:
         self._readers: WeakKeyDictionary[DeviceState, dict[tuple[int, int], PartReader]] = WeakKeyDictionary()
 
+    def prepare(self, state: DeviceState) -> None:
+        """There is nothing to compile."""
+
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""
         with self._launch(state, Role.FACTS) as launch:

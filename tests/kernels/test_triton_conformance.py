@@ -193,7 +193,7 @@ def test_a_captured_forward_replays_as_it_runs() -> None:
     pair.run(step, scrub_bytes(pair.world, 20))
     batch, kernels = step.batch, make_kernels()
     eager, replayed = clone_state(pair.found), clone_state(pair.found)
-    kernels.prepare(replayed)  # type: ignore[attr-defined]
+    kernels.prepare(replayed)
     graph = torch.cuda.CUDAGraph()
     budget = scrub_bytes(pair.world, 20)
     with torch.cuda.graph(graph):
