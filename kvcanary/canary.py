@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvcanary.batch import ForwardBatch
-from kvcanary.config import CanaryConfig
+from kvcanary.config import CanaryConfig, no_quarantine
 from kvcanary.decode import Decoder
 from kvcanary.errors import BatchError, ConfigError
 from kvcanary.events import CanaryArmed, Event
@@ -106,10 +106,7 @@ class Canary(Lifecycle, Tools):
             ConfigError: the mode or the backend cannot work here, or not on such a layout.
         """
         if self.config.mode == "quarantine" and quarantine is None:
-            raise ConfigError(
-                f"mode 'quarantine': the {engine or 'engine'} adapter can neither heal nor abort a request; "
-                "use 'log' or 'raise'"
-            )
+            raise no_quarantine(engine or "engine")
         kernels = load_kernels(self.config.backend, layout.device.type)
         if self.bound:
             self.unbind()
@@ -283,7 +280,6 @@ class Canary(Lifecycle, Tools):
         if not self.bound:
             return
         self._reset_step()
-        self._host_ns = 0
         self._ring.in_step = True
         self._launch_facts()
         self.facts.step(self.next_forward, self._ring.retired)

@@ -130,6 +130,13 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return cls(**values)
 
 
+def no_quarantine(engine: str) -> ConfigError:
+    """The refusal of ``quarantine``; ``watch`` asks before it touches an engine, and a canary when it gets a pool."""
+    return ConfigError(
+        f"mode 'quarantine': the {engine} adapter can neither heal nor abort a request; use 'log' or 'raise'"
+    )
+
+
 def mode_from_env(environ: Mapping[str, str] | None = None) -> Mode:
     """The value of ``KVCANARY_MODE``, or ``off``. Reads nothing else.
 

@@ -19,7 +19,7 @@ from kvcanary.digests import digest_tokens
 from kvcanary.events import Event, ForwardRetired, RequestsFinished, RunStarted, SnapshotsSkipped, ViolationDetected
 from kvcanary.facts import FactLog
 from kvcanary.kernels import DeviceFact, FactOp
-from kvcanary.record import Keys, hex64, signed
+from kvcanary.record import Keys, hex64
 from kvcanary.requests import Request
 from kvcanary.snapshot import Fence, Snapshot, SnapshotRing
 from kvcanary.state import Word
@@ -37,7 +37,6 @@ class _Audit(NamedTuple):
 class _Base(NamedTuple):
     entry: Request
     tokens: Sequence[int]
-    length: int
     answers: deque[DeviceFact]
 
 
@@ -89,9 +88,9 @@ class Feed:
         """The device will report this finished request's digest; compare it with that of ``tokens``."""
         self._finished.append((entry, tokens))
 
-    def compute_base(self, entry: Request, tokens: Sequence[int], length: int, answers: deque[DeviceFact]) -> None:
-        """Compute a base digest on the drain's thread; the fact that arms the row goes to ``answers``."""
-        self._bases.append(_Base(entry, tokens, length, answers))
+    def compute_base(self, entry: Request, tokens: Sequence[int], answers: deque[DeviceFact]) -> None:
+        """Compute the digest after ``tokens`` on the drain's thread; the fact that arms the row goes to ``answers``."""
+        self._bases.append(_Base(entry, tokens, answers))
 
     def collect(self) -> list[Event]:
         """Everything that is ready.
@@ -179,10 +178,11 @@ class Feed:
 
     def _answer_bases(self) -> None:
         while self._bases:
-            entry, tokens, length, answers = self._bases.popleft()
+            entry, tokens, answers = self._bases.popleft()
             digest = self._digest(entry, tokens, "requests.admitted")
             if digest is not None:
-                answers.append(DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest))
+                anchor = DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=len(tokens), digest=digest)
+                answers.append(anchor)
 
     def _digest(self, entry: Request, tokens: Sequence[int], event_type: str) -> int | None:
         """None, and told, for tokens that are no numbers: one engine's slip must not end the watch."""
@@ -200,7 +200,7 @@ class Feed:
         if not isinstance(fact, RequestsFinished):
             return fact
         audits = [self._audits.get(tag) for tag in fact.tags]
-        digests = tuple(hex64(signed(audit.digest)) if audit is not None else "" for audit in audits)
+        digests = tuple(hex64(audit.digest) if audit is not None else "" for audit in audits)
         return msgspec.structs.replace(fact, digests=digests)
 
 

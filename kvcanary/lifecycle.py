@@ -122,31 +122,23 @@ class Lifecycle(Reporting):
 
     def alloc(self, group: str | int, request: str, pages: Pages) -> None:
         """The allocator handed out pages; what their records said is forgotten."""
-        pages = self._checked(group, pages)
-        self._page_fact(FactOp.ALLOC, group, request, pages)
-        self._log_pages("alloc", group, request, pages)
+        self._tell("alloc", FactOp.ALLOC, group, request, pages)
 
     def own(self, group: str | int, request: str, pages: Pages) -> None:
         """Pages were handed on with their contents: the owner changes, the records stay."""
-        pages = self._checked(group, pages)
-        self._page_fact(FactOp.OWN, group, request, pages)
-        self._log_pages("reuse", group, request, pages)
+        self._tell("reuse", FactOp.OWN, group, request, pages)
 
     def free(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """The allocator took pages back. Records stay until the pages are handed out again."""
-        pages = self._checked(group, pages)
-        self._page_fact(FactOp.FREE, group, request, pages)
-        self._log_pages("free", group, request, pages)
+        self._tell("free", FactOp.FREE, group, request, pages)
 
     def publish(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """Pages can be found by other requests from now on."""
-        pages = self._checked(group, pages)
-        self._log_pages("publish", group, request, pages)
+        self._tell("publish", None, group, request, pages)
 
     def evict(self, group: str | int, pages: Pages) -> None:
         """Pages left the prefix index."""
-        pages = self._checked(group, pages)
-        self._log_pages("evict", group, None, pages)
+        self._tell("evict", None, group, None, pages)
 
     def reuse(self, group: str | int, request: str, pages: Pages) -> None:
         """A request took published pages; their bytes are read again first."""
@@ -172,9 +164,7 @@ class Lifecycle(Reporting):
 
     def restamp(self, group: str | int, pages: Pages) -> None:
         """Bytes were edited on purpose (shifted positions, requantised): trust the present ones."""
-        pages = self._checked(group, pages)
-        self._page_fact(FactOp.RESTAMP, group, None, pages)
-        self._log_pages("restamp", group, None, pages)
+        self._tell("restamp", FactOp.RESTAMP, group, None, pages)
 
     def transfer(
         self,
@@ -270,7 +260,15 @@ class Lifecycle(Reporting):
     def _base_later(self, entry: Request, tokens: Sequence[int], length: int) -> None:
         """Leave a long base digest to the drain's thread, with the tokens as they are now."""
         if len(tokens) >= length:
-            self.feed.compute_base(entry, tuple(tokens[:length]), length, self._late)
+            self.feed.compute_base(entry, tuple(tokens[:length]), self._late)
+
+    def _tell(self, kind: str, op: FactOp | None, group: str | int, request: str | None, pages: Pages) -> None:
+        """One lifecycle call about pages: a fact for the device, where one is due, and one for the host."""
+        index = self.layout.index(group)
+        pages = self._checked(index, pages)
+        if op is not None:
+            self._page_fact(op, index, request, pages)
+        self._log_pages(kind, index, request, pages)
 
     def _page_fact(
         self,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvcanary.config import CanaryConfig, resolve
+from kvcanary.config import CanaryConfig, no_quarantine, resolve
 from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,10 +134,7 @@ class Watch:
 
         adapter = find_adapter(self._engine)
         if self._config.mode == "quarantine" and not getattr(adapter, "quarantines", False):
-            raise ConfigError(
-                f"mode 'quarantine': the {adapter.name} adapter can neither heal nor abort a request; "
-                "use 'log' or 'raise'"
-            )
+            raise no_quarantine(adapter.name)
         canary = Canary(self._config, observers=self._observers)
         try:
             # The stream runs before the pool is bound, so that the first event finds its readers.
