@@ -27,7 +27,7 @@ ITEM_ROW = 16
 CHUNK_ROW = 8
 BUNDLE = 4
 """Chunks that a program loads together; all of a bundle are read the same way."""
-REGION_ROW = 16
+REGION_ROW = 32
 FACT_ROW = 16
 MAX_REGIONS = 8
 """Regions of one launch."""
@@ -143,9 +143,11 @@ class PartWord(IntEnum):
 
     CHUNKS = 0
     BUNDLES = 1
+    PAGE_STRIDE = 2
+    TOKEN_STRIDE = 3
 
 
-PART_ROW = 2
+PART_ROW = 4
 
 
 class RegionWord(IntEnum):
@@ -171,6 +173,21 @@ class RegionWord(IntEnum):
     """address of one word an item: not zero when a value was not finite"""
     WRITERS = 13
     """address of one word an item: its writer word before this launch sealed anything"""
+    # What the group's and the part's rows say too, beside the rest so that one load leads to the bytes, not three.
+    SEALS = 14
+    """address of the part's seals"""
+    NUM_SLOTS = 15
+    PAGE_SIZE = 16
+    PAGE_SHIFT = 17
+    RESERVED = 18
+    """as :attr:`GroupWord.RESERVED`"""
+    RESERVED_END = 19
+    RESERVED_2 = 20
+    RESERVED_2_END = 21
+    PAGE_STRIDE = 22
+    """of all chunks, where they are alike"""
+    TOKEN_STRIDE = 23
+    EXPONENT = 24
 
 
 class RegionKind(IntEnum):

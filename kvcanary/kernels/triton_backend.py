@@ -16,7 +16,7 @@ from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, l
 from kvcanary.kernels.triton_requests import FactEncoder
 from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
 from kvcanary.kernels.triton_variants import Variants
-from kvcanary.kernels.triton_workspace import DESCRIBED, INTERPRETED, Tuning, Workspace
+from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning, Workspace
 
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
@@ -347,7 +347,7 @@ class _Bound:
         each, sub, *_ = self._tuning.large if large else self._tuning.small
         region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
         region[RegionWord.PROGRAMS] = -(-slots.shape[0] // each) * region[RegionWord.SPLITS]
-        address = workspace.regions.find((tuple(region[:DESCRIBED]),), keep=workspace.capturing())
+        address = workspace.regions.find((tuple(region),), keep=workspace.capturing())
         launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
         self._launch_sums(launch, large=large, nonfinite=False, always=True)
         return found

@@ -26,7 +26,6 @@ from kvcanary.kernels.descriptors import (
     StateWord,
 )
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_tables import is_reserved
 from kvcanary.kernels.triton_words import NONE, divide, words_at
 from kvcanary.record import MASK32, WORD_MULTIPLIERS, WORD_STEP
 from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
@@ -54,8 +53,18 @@ _BUNDLES = tl.constexpr(int(RegionWord.BUNDLES))
 _SLOTS = tl.constexpr(int(RegionWord.SLOTS))
 _SUMS = tl.constexpr(int(RegionWord.SUMS))
 _FLAGS = tl.constexpr(int(RegionWord.FLAGS))
-_PART = tl.constexpr(int(RegionWord.PART))
 _WRITERS = tl.constexpr(int(RegionWord.WRITERS))
+_SEALS = tl.constexpr(int(RegionWord.SEALS))
+_NUM_SLOTS = tl.constexpr(int(RegionWord.NUM_SLOTS))
+_PAGE_SIZE = tl.constexpr(int(RegionWord.PAGE_SIZE))
+_PAGE_SHIFT = tl.constexpr(int(RegionWord.PAGE_SHIFT))
+_PAGE_STRIDE = tl.constexpr(int(RegionWord.PAGE_STRIDE))
+_TOKEN_STRIDE = tl.constexpr(int(RegionWord.TOKEN_STRIDE))
+_EXPONENTS = tl.constexpr(int(RegionWord.EXPONENT))
+_RESERVED = tl.constexpr(int(RegionWord.RESERVED))
+_RESERVED_END = tl.constexpr(int(RegionWord.RESERVED_END))
+_RESERVED_2 = tl.constexpr(int(RegionWord.RESERVED_2))
+_RESERVED_2_END = tl.constexpr(int(RegionWord.RESERVED_2_END))
 _REGION_ROW = tl.constexpr(REGION_ROW)
 _TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
 _SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
@@ -64,10 +73,12 @@ _SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
 _PART_ROW = tl.constexpr(PART_ROW)
 _PART_CHUNKS = tl.constexpr(int(PartWord.CHUNKS))
 _PART_BUNDLES = tl.constexpr(int(PartWord.BUNDLES))
-_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
-_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
+_PART_PAGE_STRIDE = tl.constexpr(int(PartWord.PAGE_STRIDE))
+_PART_TOKEN_STRIDE = tl.constexpr(int(PartWord.TOKEN_STRIDE))
+_GROUP_SEALS = tl.constexpr(int(GroupWord.SEALS))
+_GROUP_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
+_GROUP_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
+_GROUP_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
 
 _BUNDLE = tl.constexpr(BUNDLE)
 _CHUNK_ROW = tl.constexpr(CHUNK_ROW)
@@ -116,27 +127,6 @@ def _load_chunk(chunk, page, offset, valid, ACCESS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _add_chunk(chunk, data, total, BLOCK: tl.constexpr):
-    """Add ``key * word`` for every word of a chunk, the keys made of the words' logical places."""
-    word = tl.arange(0, BLOCK)[None, :].to(tl.uint32)
-    key = tl.load(chunk + _KEY).to(tl.uint32) + word * _STEP
-    key = (key ^ (key >> 16)) * _MULTIPLIER_0
-    key = (key ^ (key >> 15)) * _MULTIPLIER_1
-    key = (key ^ (key >> 16)) | 1
-    return total + key.to(tl.uint64) * data.to(tl.uint64)
-
-
-@triton.jit
-def _look(chunk, data, bad):
-    """Set a bit of ``bad`` where a value's exponent bits are all set: it then has no carry into its top bit."""
-    exponent = tl.load(chunk + _EXPONENT)
-    mask = exponent.to(tl.uint32)
-    top = (exponent >> 32).to(tl.uint32)
-    spare = (mask & (data ^ _ONES)) + (top ^ _ONES)
-    return bad | (top & (spare ^ _ONES))
-
-
-@triton.jit
 def _add_bundle(chunk, page, offset, valid, looks, total, bad, ACCESS: tl.constexpr, NONFINITE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Four chunks, all loads before all sums; ``looks`` at their exponents only where somebody asks."""
@@ -147,16 +137,75 @@ def _add_bundle(chunk, page, offset, valid, looks, total, bad, ACCESS: tl.conste
     data1 = _load_chunk(second, page, offset, valid, ACCESS, BLOCK)
     data2 = _load_chunk(third, page, offset, valid, ACCESS, BLOCK)
     data3 = _load_chunk(fourth, page, offset, valid, ACCESS, BLOCK)
-    total = _add_chunk(chunk, data0, total, BLOCK)
-    total = _add_chunk(second, data1, total, BLOCK)
-    total = _add_chunk(third, data2, total, BLOCK)
-    total = _add_chunk(fourth, data3, total, BLOCK)
+    total = _add_block(tl.load(chunk + _KEY), data0, total, BLOCK)
+    total = _add_block(tl.load(second + _KEY), data1, total, BLOCK)
+    total = _add_block(tl.load(third + _KEY), data2, total, BLOCK)
+    total = _add_block(tl.load(fourth + _KEY), data3, total, BLOCK)
     if NONFINITE:
         if looks:
-            bad = _look(chunk, data0, bad)
-            bad = _look(second, data1, bad)
-            bad = _look(third, data2, bad)
-            bad = _look(fourth, data3, bad)
+            bad = _look(tl.load(chunk + _EXPONENT), data0, bad)
+            bad = _look(tl.load(second + _EXPONENT), data1, bad)
+            bad = _look(tl.load(third + _EXPONENT), data2, bad)
+            bad = _look(tl.load(fourth + _EXPONENT), data3, bad)
+    return total, bad
+
+
+@triton.jit
+def _open_bundle(chunk):
+    """Addresses and keys of a bundle's four chunks."""
+    return (
+        tl.load(chunk + _BASE), tl.load(chunk + _KEY),
+        tl.load(chunk + _CHUNK_ROW + _BASE), tl.load(chunk + _CHUNK_ROW + _KEY),
+        tl.load(chunk + 2 * _CHUNK_ROW + _BASE), tl.load(chunk + 2 * _CHUNK_ROW + _KEY),
+        tl.load(chunk + 3 * _CHUNK_ROW + _BASE), tl.load(chunk + 3 * _CHUNK_ROW + _KEY),
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_block(base, at, BLOCK: tl.constexpr):
+    """All words ``[items, BLOCK]`` of a chunk that fills its block."""
+    word = tl.arange(0, BLOCK)[None, :]
+    place = (base + at).to(tl.pointer_type(tl.uint32))[:, None] + word
+    return tl.load(tl.max_contiguous(tl.multiple_of(place, [4, 16]), [1, BLOCK]))
+
+
+@triton.jit
+def _add_block(key, data, total, BLOCK: tl.constexpr):
+    """Add ``key * word`` for every word of a chunk, the keys made of the words' logical places."""
+    key = key.to(tl.uint32) + tl.arange(0, BLOCK)[None, :].to(tl.uint32) * _STEP
+    key = (key ^ (key >> 16)) * _MULTIPLIER_0
+    key = (key ^ (key >> 15)) * _MULTIPLIER_1
+    key = (key ^ (key >> 16)) | 1
+    return total + key.to(tl.uint64) * data.to(tl.uint64)
+
+
+@triton.jit
+def _look(exponent, data, bad):
+    """Set a bit of ``bad`` where a value's exponent bits are all set: it then has no carry into its top bit."""
+    mask = exponent.to(tl.uint32)
+    top = (exponent >> 32).to(tl.uint32)
+    spare = (mask & (data ^ _ONES)) + (top ^ _ONES)
+    return bad | (top & (spare ^ _ONES))
+
+
+@triton.jit
+def _add_blocks(bundle, at, exponent, looks, total, bad, NONFINITE: tl.constexpr, BLOCK: tl.constexpr):
+    """A bundle of blocks, all loads before all sums."""
+    base0, key0, base1, key1, base2, key2, base3, key3 = bundle
+    data0 = _load_block(base0, at, BLOCK)
+    data1 = _load_block(base1, at, BLOCK)
+    data2 = _load_block(base2, at, BLOCK)
+    data3 = _load_block(base3, at, BLOCK)
+    total = _add_block(key0, data0, total, BLOCK)
+    total = _add_block(key1, data1, total, BLOCK)
+    total = _add_block(key2, data2, total, BLOCK)
+    total = _add_block(key3, data3, total, BLOCK)
+    if NONFINITE:
+        if looks:
+            bad = _look(exponent, data0, bad)
+            bad = _look(exponent, data1, bad)
+            bad = _look(exponent, data2, bad)
+            bad = _look(exponent, data3, bad)
     return total, bad
 
 
@@ -174,60 +223,65 @@ def sum_kernel(
     first1: tl.int64, first2: tl.int64, first3: tl.int64, first4: tl.int64, first5: tl.int64, first6: tl.int64,
     first7: tl.int64,
     ITEMS: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, NONFINITE: tl.constexpr, WORDS: tl.constexpr,
-    BYTES: tl.constexpr, POW2: tl.constexpr,
+    BYTES: tl.constexpr, ALIKE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """One-dimensional grid; program ``p`` works in the last region whose first program is at most ``p``.
 
     ``ITEMS``: items a program; ``SUB``: bundles of chunks it adds up; ``WORDS``, ``BYTES``: some chunks must be read by
-    words or by bytes.
+    words or by bytes; ``ALIKE``: all chunks are whole blocks that differ only in their addresses and keys.
+
+    A program's time is its chain of loads that need each other, so all that can be asked for at once is: first the
+    counters and the region, then slots and chunks, then bytes.
     """
     program = tl.program_id(0).to(tl.int64)
     counters = words_at(counters_at)
+    meta = words_at(meta_at)
+    number = (program >= first1).to(tl.int64) + (program >= first2).to(tl.int64) + (program >= first3).to(tl.int64)
+    number += (program >= first4).to(tl.int64) + (program >= first5).to(tl.int64) + (program >= first6).to(tl.int64)
+    number += (program >= first7).to(tl.int64)
+    region = words_at(regions_at) + number * _REGION_ROW
     start, stop = queue_bounds(counters)
+    armed = (tl.load(counters + _ARMED) | always) != 0
+    tokens = tl.load(counters + _SCRATCH_TOKENS)
+    kind = tl.load(region + _KIND)
+    space = tl.load(region + _SPACE)
+    splits = tl.load(region + _SPLITS).to(tl.int32)
+    programs = tl.load(region + _PROGRAMS).to(tl.int32)
+    first_program = tl.load(region + _FIRST_PROGRAM)
+    slots = words_at(tl.load(region + _SLOTS))
+    sums = words_at(tl.load(region + _SUMS))
+    flags = words_at(tl.load(region + _FLAGS))
+    writers = words_at(tl.load(region + _WRITERS))
+    chunks = words_at(tl.load(region + _CHUNKS))
+    bundles = tl.load(region + _BUNDLES).to(tl.int32)
+    items = tl.load(region + _ITEMS)
+    seals = words_at(tl.load(region + _SEALS))
+    num_slots = tl.load(region + _NUM_SLOTS)
+    page_size = tl.load(region + _PAGE_SIZE)
+    page_shift = tl.load(region + _PAGE_SHIFT)
+    page_stride = tl.load(region + _PAGE_STRIDE)
+    token_stride = tl.load(region + _TOKEN_STRIDE)
+    exponent = tl.load(region + _EXPONENTS)
+    cursor = tl.load(counters + _CURSOR + space * _GROUP_WORDS)
     copy = words_at(queue_copy_at)
     if (program == 0) & (always == 0):
         # Entries are queued while the next launch judges these sums: it must see the bounds of now.
         tl.store(copy, start)
         tl.store(copy + 1, stop)
-    if (tl.load(counters + _ARMED) == 0) & (always == 0):
-        return
-    number = (program >= first1).to(tl.int64) + (program >= first2).to(tl.int64) + (program >= first3).to(tl.int64)
-    number += (program >= first4).to(tl.int64) + (program >= first5).to(tl.int64) + (program >= first6).to(tl.int64)
-    number += (program >= first7).to(tl.int64)
-    region = words_at(regions_at) + number * _REGION_ROW
-    meta = words_at(meta_at)
-    kind = tl.load(region + _KIND)
-    space = tl.load(region + _SPACE)
-    splits = tl.load(region + _SPLITS)
-    programs = tl.load(region + _PROGRAMS)
-    slots = words_at(tl.load(region + _SLOTS))
-    sums = words_at(tl.load(region + _SUMS))
-    flags = words_at(tl.load(region + _FLAGS))
-    own_part = tl.load(region + _PART)
-    writers = words_at(tl.load(region + _WRITERS))
-    chunks = tl.load(region + _CHUNKS)
-    bundles = tl.load(region + _BUNDLES)
-    items = tl.load(region + _ITEMS)
-    items = tl.where(kind == _TOKENS_KIND, tl.load(counters + _SCRATCH_TOKENS), items)
-    items = tl.where(kind == _SUSPECTS_KIND, stop - start, items)
-    cursor = tl.load(counters + _CURSOR + space * _GROUP_WORDS)
-    lane = tl.arange(0, ITEMS).to(tl.int64)
+    items = tl.where(kind == _TOKENS_KIND, tokens, items)
+    items = tl.where(kind == _SUSPECTS_KIND, stop - start, items).to(tl.int32)
+    lane = tl.arange(0, ITEMS)
     # Entries of the queue differ in their sources, so that a program takes them one by one.
-    each = tl.where(kind == _SUSPECTS_KIND, 1, ITEMS).to(tl.int64)
-    units = ((items + each - 1) // each) * splits
-    unit = program - tl.load(region + _FIRST_PROGRAM)
+    each = tl.where(kind == _SUSPECTS_KIND, 1, ITEMS)
+    units = tl.where(armed, ((items + each - 1) // each) * splits, 0)
+    unit = (program - first_program).to(tl.int32)
     while unit < units:
         tile = unit // splits
         split = unit - tile * splits
         item = tile * each + lane
         valid = (lane < each) & (item < items)
-        here = space
-        part = own_part
-        if kind == _SCRUB_KIND:
-            slot = cursor + item
-            end = tl.load(meta + (space + 1) * _ROW + _NUM_SLOTS)
-            slot = tl.where(slot >= end, slot - end, slot)
-        elif kind == _SUSPECTS_KIND:
+        slot = (lane * 0).to(tl.int64)
+        if kind == _SUSPECTS_KIND:
             place = (start + tile) % _SUSPECT_ROWS
             entry = tl.load(words_at(tl.load(meta + _QUEUE)) + place)
             if split == 0:
@@ -235,42 +289,70 @@ def sum_kernel(
             here = (entry >> _SPACE_SHIFT) & 0xFF
             part = (entry >> _PART_SHIFT) & 0xFF
             row = words_at(tl.load(meta + _DIRECTORY)) + (here * tl.load(meta + _MAX_PARTS) + part) * _PART_ROW
-            chunks = tl.load(row + _PART_CHUNKS)
-            bundles = tl.load(row + _PART_BUNDLES)
-            slot = lane * 0 + (entry & _SLOT_MASK)
-        else:
-            slot = tl.load(slots + item, mask=valid, other=NONE)
-        group = meta + (here + 1) * _ROW
-        page_size = tl.load(group + _PAGE_SIZE)
-        valid = valid & (slot >= 0) & (slot < tl.load(group + _NUM_SLOTS))
-        slot = tl.where(valid, slot, 0)
-        if (split == 0) & ((kind == _SCRUB_KIND) | (kind == _SUSPECTS_KIND)):
-            # The next launch seals tokens while it judges these: what has no seal now is none of the scrub's.
-            seal = words_at(tl.load(group + _SEALS_AT)) + (part * tl.load(group + _NUM_SLOTS) + slot) * 2
-            tl.store(writers + item, tl.load(seal + 1, mask=valid, other=0), mask=valid)
-        page = divide(slot, page_size, tl.load(group + _PAGE_SHIFT), POW2)
-        offset = slot - page * page_size
-        looks = (kind == _TOKENS_KIND) | (tl.max(is_reserved(group, page).to(tl.int32), 0) != 0)
-        total = tl.zeros([ITEMS, BLOCK], tl.uint64)
-        bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
+            chunks = words_at(tl.load(row + _PART_CHUNKS))
+            bundles = tl.load(row + _PART_BUNDLES).to(tl.int32)
+            page_stride = tl.load(row + _PART_PAGE_STRIDE)
+            token_stride = tl.load(row + _PART_TOKEN_STRIDE)
+            group = meta + (here + 1) * _ROW
+            num_slots = tl.load(group + _GROUP_NUM_SLOTS)
+            page_size = tl.load(group + _GROUP_PAGE_SIZE)
+            page_shift = tl.load(group + _GROUP_PAGE_SHIFT)
+            seals = words_at(tl.load(group + _GROUP_SEALS)) + part * num_slots * 2
+            slot += entry & _SLOT_MASK
         bundle = split * SUB
         last = tl.minimum(bundle + SUB, bundles)
-        chunk = words_at(chunks) + bundle * _BUNDLE * _CHUNK_ROW
-        while bundle < last:
-            access = tl.load(chunk + _ACCESS)
-            if access == 16:
-                total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 16, NONFINITE, BLOCK)
-            if WORDS:
-                if access == 4:
-                    total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 4, NONFINITE, BLOCK)
-            if BYTES:
-                if access == 1:
-                    total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 1, NONFINITE, BLOCK)
-            chunk += _BUNDLE * _CHUNK_ROW
-            bundle += 1
+        chunk = chunks + bundle * _BUNDLE * _CHUNK_ROW
+        if ALIKE:
+            # A program beyond the last bundle of a queued slot reads the chunks of the last one, and adds nothing.
+            blocks = _open_bundle(chunks + tl.minimum(bundle, bundles - 1) * _BUNDLE * _CHUNK_ROW)
+        if kind == _SCRUB_KIND:
+            slot = cursor + item
+            slot = tl.where(slot >= num_slots, slot - num_slots, slot)
+        elif kind != _SUSPECTS_KIND:
+            slot = tl.load(slots + item, mask=valid, other=NONE)
+        valid = valid & (slot >= 0) & (slot < num_slots)
+        slot = tl.where(valid, slot, 0)
+        page = divide(slot, page_size, page_shift, POW2)
+        offset = slot - page * page_size
+        total = tl.zeros([ITEMS, BLOCK], tl.uint64)
+        bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
+        looks = kind == _TOKENS_KIND
+        if NONFINITE:
+            looks = looks | (tl.max(_is_reserved(region, page).to(tl.int32), 0) != 0)
+        if ALIKE:
+            at = page * page_stride + offset * token_stride
+            while bundle < last:
+                # Those after the last one are never used.
+                ahead = _open_bundle(chunks + tl.minimum(bundle + 1, last - 1) * _BUNDLE * _CHUNK_ROW)
+                total, bad = _add_blocks(blocks, at, exponent, looks, total, bad, NONFINITE, BLOCK)
+                blocks = ahead
+                bundle += 1
+        else:
+            while bundle < last:
+                access = tl.load(chunk + _ACCESS)
+                if access == 16:
+                    total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 16, NONFINITE, BLOCK)
+                if WORDS:
+                    if access == 4:
+                        total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 4, NONFINITE, BLOCK)
+                if BYTES:
+                    if access == 1:
+                        total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 1, NONFINITE, BLOCK)
+                chunk += _BUNDLE * _CHUNK_ROW
+                bundle += 1
+        if (split == 0) & ((kind == _SCRUB_KIND) | (kind == _SUSPECTS_KIND)):
+            # The next launch seals tokens while it judges these: what has no seal now is none of the scrub's.
+            tl.store(writers + item, tl.load(seals + slot * 2 + 1, mask=valid, other=0), mask=valid)
         found = tl.sum(total.to(tl.int64, bitcast=True), 1)
         tl.atomic_add(sums + item, found, mask=valid & (found != 0), sem="relaxed")
         if NONFINITE:
             flawed = tl.max((bad != 0).to(tl.int32), 1) != 0
-            tl.store(flags + item, lane * 0 + 1, mask=valid & flawed)
+            tl.store(flags + item, (lane * 0 + 1).to(tl.int64), mask=valid & flawed)
         unit += programs
+
+
+@triton.jit
+def _is_reserved(region, page):
+    """As for a group: whether a page may be a trash or null page."""
+    low = (page >= tl.load(region + _RESERVED)) & (page < tl.load(region + _RESERVED_END))
+    return low | ((page >= tl.load(region + _RESERVED_2)) & (page < tl.load(region + _RESERVED_2_END)))

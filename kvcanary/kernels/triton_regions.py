@@ -8,7 +8,7 @@ import torch
 
 from kvcanary.kernels.descriptors import MAX_REGIONS, REGION_ROW, RegionKind, RegionWord, fill_row
 from kvcanary.kernels.triton_bytes import QUEUE_PER_LAUNCH
-from kvcanary.kernels.triton_workspace import DESCRIBED, Workspace
+from kvcanary.kernels.triton_workspace import Workspace
 from kvcanary.state import DeviceState
 
 NO_PROGRAM = (1 << 62) - 1
@@ -90,7 +90,7 @@ class Planner:
                 region[RegionWord.FIRST_PROGRAM] = program
                 firsts.append(program)
                 program += region[RegionWord.PROGRAMS]
-                rows.append(tuple(region[:DESCRIBED]))
+                rows.append(tuple(region))
             firsts += [NO_PROGRAM] * (MAX_REGIONS - len(firsts))
             launches.append(Launch(0, len(taken), program, tuple(firsts[1:])))
         # Few sizes ever come up, so their rows stay.
@@ -122,7 +122,7 @@ class Planner:
         words = {
             RegionWord.KIND: RegionKind.SUSPECTS,
             RegionWord.ITEMS: QUEUE_PER_LAUNCH,
-            RegionWord.BUNDLES: max(bundles for _, bundles in workspace.bundles.values()),
+            RegionWord.BUNDLES: max(table.bundles for table in workspace.parts.values()),
             RegionWord.SUMS: workspace.queue_sums[0].data_ptr(),
             RegionWord.FLAGS: workspace.queue_sums[1].data_ptr(),
             RegionWord.WRITERS: workspace.queue_sums[2].data_ptr(),
@@ -143,12 +143,7 @@ class Planner:
         return regions
 
     def _region(self, words: dict[RegionWord, int], space: int, part: int, sums: torch.Tensor) -> list[int]:
-        chunks, bundles = self._workspace.bundles[space, part]
-        words |= {
-            RegionWord.SPACE: space,
-            RegionWord.PART: part,
-            RegionWord.CHUNKS: chunks,
-            RegionWord.BUNDLES: bundles,
+        words |= self._workspace.part_words(space, part) | {
             RegionWord.SUMS: sums[0].data_ptr(),
             RegionWord.FLAGS: sums[1].data_ptr(),
             RegionWord.WRITERS: sums[-1].data_ptr(),
@@ -158,14 +153,9 @@ class Planner:
 
 def list_region(workspace: Workspace, space: int, part: int, slots: torch.Tensor, sums: torch.Tensor) -> list[int]:
     """A region of explicit ``slots``; ``sums`` must be zero."""
-    chunks, bundles = workspace.bundles[space, part]
-    words = {
+    words = workspace.part_words(space, part) | {
         RegionWord.KIND: RegionKind.LIST,
-        RegionWord.SPACE: space,
-        RegionWord.PART: part,
         RegionWord.ITEMS: slots.shape[0],
-        RegionWord.CHUNKS: chunks,
-        RegionWord.BUNDLES: bundles,
         RegionWord.SLOTS: slots.data_ptr(),
         RegionWord.SUMS: sums.data_ptr(),
     }

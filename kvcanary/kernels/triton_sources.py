@@ -11,6 +11,7 @@ from kvcanary.kernels.descriptors import BUNDLE, CHUNK_ROW, ChunkWord, fill_row
 from kvcanary.layout import KVSource, Run
 from kvcanary.record import MASK32, WORD_STEP, Keys, signed, source_seed
 
+MAX_ACCESS = 16
 _EXPONENTS = {
     torch.float32: (0x7F800000, 0x80000000),
     torch.bfloat16: (0x7F807F80, 0x80008000),
@@ -23,7 +24,7 @@ _EXPONENTS = {
 
 def chunk_rows(sources: Sequence[KVSource], keys: Keys, block: int) -> list[list[int]]:
     """The runs of ``sources`` as rows of :class:`ChunkWord`: at most ``block`` words each, in whole bundles."""
-    classes: dict[int, list[list[int]]] = {16: [], 4: [], 1: []}
+    classes: dict[int, list[list[int]]] = {MAX_ACCESS: [], 4: [], 1: []}
     for source in sources:
         for run in source.runs:
             classes[_access(source, run)] += _run_chunks(source, run, keys, block)
@@ -37,9 +38,17 @@ def chunk_rows(sources: Sequence[KVSource], keys: Keys, block: int) -> list[list
     return rows
 
 
+def are_alike(chunks: Sequence[Sequence[int]], block: int) -> bool:
+    """Whether chunks are all whole blocks that 16-byte loads may read, and differ only in their addresses and keys."""
+    alike = [(*row[ChunkWord.PAGE_STRIDE : ChunkWord.KEY], row[ChunkWord.EXPONENT], row[ChunkWord.ACCESS]) for row in chunks]
+    first = chunks[0]
+    whole = first[ChunkWord.NUM_BYTES] == block * 4 and first[ChunkWord.ACCESS] == MAX_ACCESS
+    return whole and all(row == alike[0] for row in alike)
+
+
 def _access(source: KVSource, run: Run) -> int:
     values = (source.address, source.page_stride, source.token_stride, run.offset, run.num_bytes)
-    return next(size for size in (16, 4, 1) if all(value % size == 0 for value in values))
+    return next(size for size in (MAX_ACCESS, 4, 1) if all(value % size == 0 for value in values))
 
 
 def _exponents(source: KVSource, run: Run) -> tuple[int, int]:

@@ -72,6 +72,7 @@ class Variants:
             NONFINITE=nonfinite,
             WORDS=workspace.words,
             BYTES=workspace.bytes,
+            ALIKE=workspace.alike,
             POW2=workspace.pow2,
         )
 

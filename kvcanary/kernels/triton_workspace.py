@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,18 +19,24 @@ from kvcanary.kernels.descriptors import (
     ITEM_ROW,
     MAX_GROUPS,
     PART_ROW,
+    REGION_ROW,
+    ChunkWord,
+    GroupWord,
     PartWord,
+    RegionWord,
     StateWord,
+    fill_row,
     group_row,
     item_row,
     powers_of_two,
     state_row,
 )
 from kvcanary.kernels.triton_launch import Kernel, entry
-from kvcanary.kernels.triton_sources import block_words, chunk_rows
+from kvcanary.kernels.triton_sources import are_alike, block_words, chunk_rows
 from kvcanary.kernels.triton_words import words_at
 from kvcanary.state import DeviceState
 
+SEAL_BYTES = 16
 ROWS_AT_ONCE = 256
 """Descriptor rows allocated together."""
 
@@ -93,7 +100,7 @@ def _describe_kernel(  # type: ignore[no-untyped-def]
 
 
 DESCRIBED = 14
-"""Words that a described row can have."""
+"""Words of a row that one launch writes; the last one writes zeros behind what there is, within the row."""
 
 
 class RowSets:
@@ -103,8 +110,9 @@ class RowSets:
     others the oldest is written anew when all are taken.
     """
 
-    def __init__(self, rows: int, device: torch.device, describe: Kernel) -> None:
+    def __init__(self, rows: int, words: int, device: torch.device, describe: Kernel) -> None:
         self._rows = max(1, rows)
+        self._row_words = words
         self._device = device
         self._describe = describe
         self._known: dict[tuple[object, ...], int] = {}
@@ -113,13 +121,15 @@ class RowSets:
         self._free: list[int] = []
 
     def find(self, rows: tuple[tuple[int, ...], ...], *, keep: bool) -> int:
-        """The address of a set of rows, each of at most DESCRIBED words."""
+        """The address of a set of rows."""
         address = self._known.get(rows)
         if address is None:
             address = self._take()
             for i, words in enumerate(rows):
-                if words:
-                    self._describe((1, 1, 1), address + i * ITEM_ROW * 8, *words, *[0] * (DESCRIBED - len(words)))
+                for at in range(0, len(words), DESCRIBED):
+                    some = words[at : at + DESCRIBED]
+                    place = address + (i * self._row_words + at) * 8
+                    self._describe((1, 1, 1), place, *some, *[0] * (DESCRIBED - len(some)))
             self._known[rows] = address
         if keep:
             self._kept.add(rows)
@@ -130,7 +140,7 @@ class RowSets:
             oldest = next(rows for rows in self._known if rows not in self._kept)
             return self._known.pop(oldest)
         if not self._free:
-            words = self._rows * ITEM_ROW
+            words = self._rows * self._row_words
             # Not zeroed: a fill that was captured in a graph would wipe the rows at every replay.
             chunk = torch.empty(ROWS_AT_ONCE, words, dtype=torch.int64, device=self._device)
             self._chunks.append(chunk)
@@ -190,6 +200,16 @@ class Staging:
         return 0
 
 
+class PartTable(NamedTuple):
+    """Chunks of one part: their address, how many bundles, and what the first one says of strides and exponents."""
+
+    chunks: int
+    bundles: int
+    page_stride: int
+    token_stride: int
+    exponent: int
+
+
 class Workspace:
     """Everything of one state. Made once, outside of graph capture.
 
@@ -197,7 +217,8 @@ class Workspace:
         meta: address of the row of :class:`~kvcanary.kernels.descriptors.StateWord`; the groups' rows follow.
         pow2: kernels may shift where they would divide.
         block: words of a chunk of bytes.
-        bundles: per (space, part number) the address of its chunks and their number of bundles.
+        parts: per (space, part number) its chunks.
+        alike: every part's chunks fill a block and differ only in their addresses and keys.
     """
 
     def __init__(self, state: DeviceState, tuning: Tuning) -> None:
@@ -218,18 +239,19 @@ class Workspace:
         self.spaces = sorted(set(layout.spaces))
         sources = [source for group in layout.groups for source in group.sources]
         self.block = block_words(sources)
-        self.words, self.bytes = False, False
-        self.bundles: dict[tuple[int, int], tuple[int, int]] = {}
+        self.words, self.bytes, self.alike = False, False, True
+        self.parts: dict[tuple[int, int], PartTable] = {}
         self._tensors: list[torch.Tensor] = []
         self._describe_sources(state)
-        rows = [state_row(state), *(group_row(state, g) for g in range(len(layout.groups)))]
+        self._group_rows = [group_row(state, g) for g in range(len(layout.groups))]
+        rows = [state_row(state), *self._group_rows]
         self.max_parts = max(len(layout.groups[g].parts) for g in self.spaces)
         rows[0][StateWord.PARTS] = self._upload(self._directory(len(layout.groups)))
         rows[0][StateWord.MAX_PARTS] = self.max_parts
         self.meta = self._upload(rows)
         describe = Kernel(_describe_kernel, 1)
-        self.items = RowSets(len(layout.groups), device, describe)
-        self.regions = RowSets(len(layout.groups) + 1 + len(self.bundles), device, describe)
+        self.items = RowSets(len(layout.groups), ITEM_ROW, device, describe)
+        self.regions = RowSets(len(layout.groups) + 1 + len(self.parts), REGION_ROW, device, describe)
         self.describe = describe
         self.staging = Staging(device)
         self.tokens = 0
@@ -246,16 +268,53 @@ class Workspace:
             group = layout.groups[g]
             for number, part in enumerate(group.parts):
                 chunks = chunk_rows(group.part_sources(part), state.keys, self.block)
-                self.words |= any(row[6] == 4 for row in chunks)
-                self.bytes |= any(row[6] == 1 for row in chunks)
-                self.bundles[g, number] = self._upload(chunks), len(chunks) // BUNDLE
+                self.words |= any(row[ChunkWord.ACCESS] == 4 for row in chunks)
+                self.bytes |= any(row[ChunkWord.ACCESS] == 1 for row in chunks)
+                self.alike &= are_alike(chunks, self.block)
+                first = chunks[0]
+                self.parts[g, number] = PartTable(
+                    chunks=self._upload(chunks),
+                    bundles=len(chunks) // BUNDLE,
+                    page_stride=first[ChunkWord.PAGE_STRIDE],
+                    token_stride=first[ChunkWord.TOKEN_STRIDE],
+                    exponent=first[ChunkWord.EXPONENT],
+                )
 
     def _directory(self, groups: int) -> list[list[int]]:
         rows = [[0] * PART_ROW for _ in range(groups * self.max_parts)]
-        for (space, part), (address, bundles) in self.bundles.items():
-            row = rows[space * self.max_parts + part]
-            row[PartWord.CHUNKS], row[PartWord.BUNDLES] = address, bundles
+        for (space, part), table in self.parts.items():
+            rows[space * self.max_parts + part] = fill_row(
+                {
+                    PartWord.CHUNKS: table.chunks,
+                    PartWord.BUNDLES: table.bundles,
+                    PartWord.PAGE_STRIDE: table.page_stride,
+                    PartWord.TOKEN_STRIDE: table.token_stride,
+                },
+                PART_ROW,
+            )
         return rows
+
+    def part_words(self, space: int, part: int) -> dict[RegionWord, int]:
+        """What a region says of the part that its items lie in."""
+        table, group = self.parts[space, part], self._group_rows[space]
+        low, end, second, second_end = group[GroupWord.RESERVED : GroupWord.RESERVED + 4]
+        return {
+            RegionWord.SPACE: space,
+            RegionWord.PART: part,
+            RegionWord.CHUNKS: table.chunks,
+            RegionWord.BUNDLES: table.bundles,
+            RegionWord.SEALS: group[GroupWord.SEALS] + part * group[GroupWord.NUM_SLOTS] * SEAL_BYTES,
+            RegionWord.NUM_SLOTS: group[GroupWord.NUM_SLOTS],
+            RegionWord.PAGE_SIZE: group[GroupWord.PAGE_SIZE],
+            RegionWord.PAGE_SHIFT: group[GroupWord.PAGE_SHIFT],
+            RegionWord.PAGE_STRIDE: table.page_stride,
+            RegionWord.TOKEN_STRIDE: table.token_stride,
+            RegionWord.EXPONENT: table.exponent,
+            RegionWord.RESERVED: low,
+            RegionWord.RESERVED_END: end,
+            RegionWord.RESERVED_2: second,
+            RegionWord.RESERVED_2_END: second_end,
+        }
 
     def _upload(self, rows: list[list[int]]) -> int:
         tensor = torch.tensor(rows, dtype=torch.int64).to(self.device)
