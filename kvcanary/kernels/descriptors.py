@@ -188,6 +188,10 @@ class RegionWord(IntEnum):
     """of all chunks, where they are alike"""
     TOKEN_STRIDE = 23
     EXPONENT = 24
+    LINKS = 25
+    OWNER = 26
+    RING = 27
+    NULL_IS_ZERO = 28
 
 
 class RegionKind(IntEnum):

@@ -207,7 +207,7 @@ class _Bound:
         tile = tuning.decode_tile if tokens <= 4 * rows else tuning.mark_tile
         programs = min(max(tuning.programs // (rows + 1), tuning.row_programs), max(1, -(-tokens // tile)))
         self.kernels.mark(tile, first=first, linked=batch.linked)(
-            (rows + 1, programs, len(batch.groups)),
+            (rows + 1, programs, len(batch.groups) + int(first)),
             self._counters,
             self._rows,
             self._history,
@@ -289,7 +289,7 @@ class _Bound:
         for launch in launches:
             end = launch is launches[-1]
             self.kernels.commit(last=last and end, nonfinite=flags)(
-                (tiles, max(1, launch.count + int(last and end)), 1),
+                (tiles, max(1, launch.count + 2 * int(last and end)), 1),
                 self._counters,
                 self._rows,
                 self._history,

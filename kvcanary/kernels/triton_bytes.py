@@ -98,7 +98,10 @@ _MULTIPLIER_1 = tl.constexpr(WORD_MULTIPLIERS[1])
 QUEUE_PER_LAUNCH = 1024
 SPACE_SHIFT = 48
 PART_SHIFT = 56
+COPIED_CURSORS = 2 + QUEUE_PER_LAUNCH
+"""Where a launch's copy of the scrub's cursors begins, behind the bounds and entries of the queue."""
 _QUEUE_PER_LAUNCH = tl.constexpr(QUEUE_PER_LAUNCH)
+_COPIED_CURSORS = tl.constexpr(COPIED_CURSORS)
 _SLOT_MASK = tl.constexpr((1 << SPACE_SHIFT) - 1)
 _SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
 _PART_SHIFT = tl.constexpr(PART_SHIFT)
@@ -318,7 +321,7 @@ def sum_kernel(
         bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
         looks = kind == _TOKENS_KIND
         if NONFINITE:
-            looks = looks | (tl.max(_is_reserved(region, page).to(tl.int32), 0) != 0)
+            looks = looks | (tl.max(is_reserved_in(region, page).to(tl.int32), 0) != 0)
         if ALIKE:
             at = page * page_stride + offset * token_stride
             while bundle < last:
@@ -340,6 +343,8 @@ def sum_kernel(
                         total, bad = _add_bundle(chunk, page, offset, valid, looks, total, bad, 1, NONFINITE, BLOCK)
                 chunk += _BUNDLE * _CHUNK_ROW
                 bundle += 1
+        if (unit == 0) & (kind == _SCRUB_KIND):
+            tl.store(copy + _COPIED_CURSORS + space, cursor)
         if (split == 0) & ((kind == _SCRUB_KIND) | (kind == _SUSPECTS_KIND)):
             # The next launch seals tokens while it judges these: what has no seal now is none of the scrub's.
             tl.store(writers + item, tl.load(seals + slot * 2 + 1, mask=valid, other=0), mask=valid)
@@ -352,7 +357,7 @@ def sum_kernel(
 
 
 @triton.jit
-def _is_reserved(region, page):
+def is_reserved_in(region, page):
     """As for a group: whether a page may be a trash or null page."""
     low = (page >= tl.load(region + _RESERVED)) & (page < tl.load(region + _RESERVED_END))
     return low | ((page >= tl.load(region + _RESERVED_2)) & (page < tl.load(region + _RESERVED_2_END)))

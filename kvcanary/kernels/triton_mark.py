@@ -119,14 +119,19 @@ _MISMATCH = tl.constexpr(8)
 
 
 @triton.jit
-def _row_digest(rows, history, group, item, usable, b, row, context, mix_in, mix_out, POW2: tl.constexpr):
-    """The digest at a live row's old length, and where it comes from."""
+def _open_row(rows, history, row, context):
+    """What :func:`_row_digest` and the claims need to know of a row."""
     words = rows + row * _ROW_WORDS
-    seed = tl.load(words + _SEED)
-    low = tl.load(words + _LOW)
-    high = tl.load(words + _HIGH)
+    past = tl.load(history + row * _HISTORY + (context & (_HISTORY - 1)))
+    return tl.load(words + _TAG), tl.load(words + _SEED), tl.load(words + _LOW), tl.load(words + _HIGH), past
+
+
+@triton.jit
+def _row_digest(row, group, item, usable, b, context, mix_in, mix_out, POW2: tl.constexpr):
+    """The digest at a live row's old length, and where it comes from."""
+    _, seed, low, high, past = row
     held = (high >= 0) & (low <= context) & (context <= high)
-    digest = tl.where(held, tl.load(history + row * _HISTORY + (context & (_HISTORY - 1))), 0)
+    digest = tl.where(held, past, 0)
     source = tl.where(held, _FROM_HISTORY, _FROM_UNKNOWN)
     seeded = (context == 0) & (seed != 0)
     digest = tl.where(seeded, seed, digest)
@@ -143,20 +148,31 @@ def _row_digest(rows, history, group, item, usable, b, row, context, mix_in, mix
         known = (slot >= 0) & (before != 0) & (position_of(word) == last)
         digest = tl.where(known, before + mix(word, mix_in, mix_out), digest)
         source = tl.where(known, _FROM_SLOTS, source)
-    return digest, source
+    return digest, source.to(tl.int64)
 
 
 @triton.jit
-def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first, end, inside, word, digest,
-                scratch_slots, max_tokens, POW2: tl.constexpr):  # fmt: skip
-    """Claim the slots of a tile's tokens and judge whether they may be written."""
-    wide = tl.load(item + _WIDE)
-    flags = tl.load(item + _FLAGS)
-    mapping = tl.load(item + _SLOT_MAPPING)
-    ring = tl.load(group + _RING)
-    pool = open_pool(group)
-    map_ = open_map(item)
-    p = context + (t - first)
+def _open_group(group, item):
+    """What claims need to know of a group and of what a batch brings for it."""
+    return (
+        words_at(tl.load(group + _LINKS)),
+        words_at(tl.load(group + _OWNER)),
+        words_at(tl.load(group + _SEALS)),
+        tl.load(group + _NUM_SLOTS),
+        tl.load(group + _PARTS),
+        tl.load(group + _RING),
+        flag(tl.load(group + _FOLLOWS) != 0),
+        flag(tl.load(group + _HAS_TRASH) == 0),
+        tl.load(item + _WIDE),
+        tl.load(item + _FLAGS),
+        tl.load(item + _SLOT_MAPPING),
+    )
+
+
+@triton.jit
+def _claim(opened, pool, map_, group, item, b, p, t, end, inside, POW2: tl.constexpr):
+    """Where a tile's tokens go, who owns that place, and what it says so far. Only reads."""
+    links, owners, _, _, _, ring, _, no_trash, wide, flags, mapping = opened
     given = index_at(mapping, t, is_wide(wide, _SLOT_MAPPING), inside & flag(mapping != 0))
     named = p * 0 + NONE
     if ((flags & _TABLE) != 0) & ((mapping == 0) | ((flags & _COVERS) != 0)):
@@ -164,18 +180,26 @@ def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first,
         named = translate(map_, index_of_position(table, pool, p, inside, POW2), inside)
     index = tl.where(mapping != 0, translate(map_, given, inside), named)
     slot = slot_of_index(pool, index, POW2)
-    faults = tl.where(inside & (slot == OUTSIDE), _RANGE, 0)
     # Of more new tokens than a ring has places only the newest stay: the others are overwritten on purpose.
     written = inside & (slot >= 0) & (flag(ring == 0) | (t + ring >= end))
     page = page_of(pool, tl.maximum(slot, 0), POW2)
-    owner = tl.load(words_at(tl.load(group + _OWNER)) + page, mask=written, other=0)
-    state = state_of(owner)
-    written = written & (flag(tl.load(group + _HAS_TRASH) == 0) | (state != _TRASH))
-    link = words_at(tl.load(group + _LINKS)) + tl.maximum(slot, 0) * 2
+    link = links + tl.maximum(slot, 0) * 2
+    owner = tl.load(owners + page, mask=written, other=0)
     old_word = tl.load(link, mask=written, other=0)
     old_digest = tl.load(link + 1, mask=written, other=0)
+    written = written & (no_trash | (state_of(owner) != _TRASH))
+    return index, named, slot, page, written, owner, old_word, old_digest
+
+
+@triton.jit
+def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, inside, word, digest, scratch_slots,
+                max_tokens, POW2: tl.constexpr):  # fmt: skip
+    """Judge whether a tile's tokens may be written where they go, and write their links."""
+    links, _, first_seals, num_slots, parts, ring, follows, _, _, flags, mapping = opened
+    index, named, slot, page, written, owner, old_word, old_digest = claim
+    state = state_of(owner)
+    faults = tl.where(inside & (slot == OUTSIDE), _RANGE, 0)
     harmful = (old_word != word) | (old_digest != digest) | (digest == 0)
-    tag = tl.load(rows + row * _ROW_WORDS + _TAG)
     foreign = ((state == _HELD) & (tag_of(owner) != tag) & flag(tag != 0)) | (state == _NULL)
     faults |= tl.where(written & harmful & (state == _FREED), _INTO_FREED, 0)
     faults |= tl.where(written & harmful & foreign, _INTO_FOREIGN, 0)
@@ -183,41 +207,54 @@ def _mark_slots(counters, rows, meta, g, group, item, row, b, context, t, first,
     wrapped = p
     if ring > 0:
         wrapped = p % ring
-    shifted = flag(tl.load(group + _FOLLOWS) != 0) & (slot - page * page_size != wrapped % page_size)
+    shifted = follows & (slot - page * page_size != wrapped % page_size)
     compared = flag((mapping != 0) & ((flags & _TABLE) != 0) & ((flags & _COVERS) != 0))
     named_slot = slot_of_index(pool, named, POW2)
     faults |= tl.where(written & ((compared & (named_slot != slot)) | shifted), _MISMATCH, 0)
     unknown = tl.sum((written & (state == _UNKNOWN)).to(tl.int32), 0)
     count_unverified(counters, g, _UNKNOWN_OWNER, unknown.to(tl.int64))
     count_verified(counters, g, _WRITES, (tl.sum(written.to(tl.int32), 0) - unknown).to(tl.int64))
-    seal = words_at(tl.load(group + _SEALS)) + tl.maximum(slot, 0) * 2
-    writer = tl.load(seal + 1, mask=written & (faults != 0), other=0)
-    while tl.max(faults) > 0:
-        fault = lowest_fault(faults)
-        faults = faults & ~fault
-        into = (fault == _INTO_FREED) | (fault == _INTO_FOREIGN)
-        kind = tl.where(fault == _RANGE, _SLOT_RANGE, tl.where(fault == _MISMATCH, _TABLE_MISMATCH, _WRITE_FOREIGN))
-        kind = tl.where(fault == _INTO_FREED, _WRITE_FREED, kind).to(tl.int64)
-        out = fault == _RANGE
-        mismatch_found = tl.where(compared, named_slot, NONE)
-        unknown_old = (old_word | old_digest) == 0
-        report(
-            counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
-            row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page),
-            tl.where(into, position_of(word), p),
-            tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
-            tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
-            tl.where(into, digest, 0),
-            tl.where(into, old_digest, 0), 0, 0, tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault < 0,
-        )  # fmt: skip
+    seal = first_seals + tl.maximum(slot, 0) * 2
+    if tl.max(faults) > 0:
+        writer = tl.load(seal + 1, mask=written & (faults != 0), other=0)
+        while tl.max(faults) > 0:
+            fault = lowest_fault(faults)
+            faults = faults & ~fault
+            into = (fault == _INTO_FREED) | (fault == _INTO_FOREIGN)
+            kind = tl.where(fault == _RANGE, _SLOT_RANGE, tl.where(fault == _MISMATCH, _TABLE_MISMATCH, _WRITE_FOREIGN))
+            kind = tl.where(fault == _INTO_FREED, _WRITE_FREED, kind).to(tl.int64)
+            out = fault == _RANGE
+            mismatch_found = tl.where(compared, named_slot, NONE)
+            unknown_old = (old_word | old_digest) == 0
+            report(
+                counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
+                row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page),
+                tl.where(into, position_of(word), p),
+                tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
+                tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
+                tl.where(into, digest, 0),
+                tl.where(into, old_digest, 0), 0, 0, tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault < 0,
+            )  # fmt: skip
+    link = links + tl.maximum(slot, 0) * 2
     tl.store(link, word, mask=written)
     tl.store(link + 1, digest, mask=written)
-    stride = tl.load(group + _NUM_SLOTS) * 2
-    for _ in range(tl.load(group + _PARTS)):
+    for _ in range(parts):
         tl.store(seal, word * 0, mask=written)
         tl.store(seal + 1, word * 0, mask=written)
-        seal += stride
-    tl.store(scratch_slots + g * max_tokens + t, slot, mask=written)
+        seal += num_slots * 2
+    tl.store(scratch_slots + g * max_tokens + t, tl.where(written, slot, NONE), mask=inside)
+
+
+@triton.jit
+def _open_batch(scratch_batch, b, live, row, first, new, context, digest, source):
+    """What the exit needs to know of a batch row."""
+    entry = scratch_batch + b * _BATCH_WORDS
+    tl.store(entry + _B_ROW, tl.where(live, row, NONE))
+    tl.store(entry + _B_FIRST, tl.where(live, first, 0))
+    tl.store(entry + _B_NEW, tl.where(live, new, 0))
+    tl.store(entry + _B_CONTEXT, tl.where(live, context, 0))
+    tl.store(entry + _B_DIGEST, tl.where(live, digest, 0))
+    tl.store(entry + _B_SOURCE, tl.where(live, source, _FROM_UNKNOWN).to(tl.int64))
 
 
 @entry
@@ -226,77 +263,82 @@ def mark_kernel(
     scratch_links_at: tl.int64, scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, items_at: tl.int64,
     ids: tl.int64, starts: tl.int64, contexts: tl.int64, request_rows: tl.int64, positions: tl.int64, salts: tl.int64,
     expected: tl.int64, last_ids: tl.int64, num_requests: tl.int64, wide: tl.int64, tokens: tl.int64,
-    batch_rows: tl.int64, max_tokens: tl.int64, max_rows: tl.int64, selected: tl.int64, digest_group: tl.int64,
-    input_group: tl.int64, max_rewind: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
+    batch_rows: tl.int64, max_tokens: tl.int64, max_rows: tl.int64, selected: tl.int64,
+    digest_group: tl.int64, input_group: tl.int64, max_rewind: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
     FIRST: tl.constexpr, UNLINKED: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[batch rows + 1, programs a row, groups]``; the last row's programs clear what no row has."""
+    """Grid ``[batch rows + 1, programs a row, groups (with FIRST behind one for what they share)]``.
+
+    The last row's programs clear what no row has. A program's time is its chain of loads that need each other, so it
+    asks for all that it can before it looks at any of it: first the batch's row and the group, then the row, the
+    tokens and their slots, then the slots' records and owners.
+    """
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(2).to(tl.int64)
+    z = tl.program_id(2).to(tl.int64)
     counters = words_at(counters_at)
-    if (b == 0) & (part == 0) & (g == 0):
+    shared = z < 0
+    g = z
+    if FIRST:
+        shared = z == 0
+        g = tl.maximum(z - 1, 0)
+    if (b == 0) & (part == 0) & (z == 0):
         tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
-    if tl.load(counters + _ARMED) == 0:
-        return
     rows = words_at(rows_at)
+    history = words_at(history_at)
     meta = words_at(meta_at)
     group = meta + (g + 1) * _ROW
     item = words_at(items_at) + g * _ITEM_ROW
-    chosen = ((selected >> g) & 1) != 0
+    armed = tl.load(counters + _ARMED)
     live, row, first, end, context = batch_row(
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
+    # What no row has counts as padding: the tokens before the first row and after the last.
+    outer = b == batch_rows
+    head = index_at(starts, b * 0, is_wide(wide, STARTS), outer)
+    tail = index_at(starts, batch_rows + b * 0, is_wide(wide, STARTS), outer)
+    opened = _open_group(group, item)
+    pool = open_pool(group)
+    map_ = open_map(item)
+    if armed == 0:
+        return
+    if FIRST:
+        if shared & (b == 0) & (part == 0):
+            tl.store(counters + _SCRATCH_TOKENS, tokens)
+            tl.store(counters + _SCRATCH_ROWS, batch_rows)
+    known_row = _open_row(rows, history, row, context)
+    tag = known_row[0]
     scratch_slots = words_at(scratch_slots_at)
     scratch_links = words_at(scratch_links_at)
     scratch_rows = words_at(scratch_rows_at)
     lane = tl.arange(0, TILE).to(tl.int64)
     step = tl.num_programs(1).to(tl.int64) * TILE
-    # What no row has counts as padding: the tokens before the first row and after the last.
-    outer = b == batch_rows
-    head = index_at(starts, b * 0, is_wide(wide, STARTS), outer)
-    tail = index_at(starts, batch_rows + b * 0, is_wide(wide, STARTS), outer)
     first = tl.where(outer, 0, tl.maximum(first, 0))
     end = tl.where(outer, tokens, tl.minimum(end, tokens))
-    digest, source = context * 0, tl.where(context == 0, _FROM_UNKNOWN, _FROM_UNKNOWN)
-    if FIRST:
-        if (b == 0) & (part == 0) & (g == 0):
-            tl.store(counters + _SCRATCH_TOKENS, tokens)
-            tl.store(counters + _SCRATCH_ROWS, batch_rows)
-        if live:
-            digest, source = _row_digest(
-                rows, words_at(history_at), meta + (digest_group + 1) * _ROW,
-                words_at(items_at) + digest_group * _ITEM_ROW, digest_group >= 0, b, row, context, mix_in, mix_out,
-                POW2,
-            )  # fmt: skip
-        if (part == 0) & (g == 0) & (b < batch_rows):
-            entry = words_at(scratch_batch_at) + b * _BATCH_WORDS
-            new = end - first
-            if UNLINKED:
-                new = new * 0
-            tl.store(entry + _B_ROW, tl.where(live, row, NONE))
-            tl.store(entry + _B_FIRST, tl.where(live, first, 0))
-            tl.store(entry + _B_NEW, tl.where(live, new, 0))
-            tl.store(entry + _B_CONTEXT, tl.where(live, context, 0))
-            tl.store(entry + _B_DIGEST, digest)
-            tl.store(entry + _B_SOURCE, source.to(tl.int64))
-            count = tl.where(live, tl.maximum(end - first, 0), 0)
-            tl.atomic_add(counters + _NEW_TOKENS, count, mask=count > 0, sem="relaxed")
-    known = flag((source != _FROM_UNKNOWN) & live)
+    claims = live & (shared == 0) & (((selected >> g) & 1) != 0)
+    speaks = shared & (part == 0) & (b < batch_rows)
+    digest, source = context * 0, context * 0 + _FROM_UNKNOWN
+    fresh = b >= 0
     summed = first
     start = first + part * TILE
-    # The first program of a live row runs once even without new tokens: the row's length is judged all the same.
-    stop = tl.maximum(end, tl.where(live & (part == 0) & (g == 0), first + 1, first))
+    # The one that speaks for a row runs once even without new tokens: the row's length is judged all the same.
+    stop = tl.maximum(end, tl.where(speaks, first + 1, first))
     while start < stop:
         t = start + lane
         inside = t < end
         inside = inside & (flag(b < batch_rows) | (t < head) | (t >= tail))
         p = context + (t - first)
+        claim = _claim(opened, pool, map_, group, item, b, p, t, end, inside & flag(claims), POW2)
         word = t * 0
         before = t * 0
         if FIRST:
             if live:
                 word, code, token, salt = token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED)
+                if fresh:
+                    digest, source = _row_digest(
+                        known_row, meta + (digest_group + 1) * _ROW, words_at(items_at) + digest_group * _ITEM_ROW,
+                        digest_group >= 0, b, context, mix_in, mix_out, POW2,
+                    )  # fmt: skip
                 if not UNLINKED:
                     while summed < start:
                         s = summed + tl.arange(0, SUM).to(tl.int64)
@@ -309,26 +351,35 @@ def mark_kernel(
                     if end - first > 1:
                         mixes = tl.where(inside, mix(word, mix_in, mix_out), 0)
                         before += tl.cumsum(mixes, 0) - mixes
-                    before = tl.where(known & inside, before, 0)
+                    before = tl.where(inside & flag(source != _FROM_UNKNOWN), before, 0)
                     summed = start
                 word = tl.where(inside, word, 0)
-                if g == 0:
+                if shared:
                     judge_inputs(
-                        counters, rows, words_at(history_at), meta, row, context, t, inside,
-                        flag(part == 0) & (t == first), token, code, salt, p, (positions, expected, last_ids), wide,
-                        mix_in, mix_out, input_group, max_rewind, b, UNLINKED,
+                        counters, rows, history, meta, row, context, t, inside, flag(part == 0) & (t == first), token,
+                        code, salt, p, (positions, expected, last_ids), wide, mix_in, mix_out, input_group, max_rewind,
+                        b, UNLINKED,
                     )  # fmt: skip
-            tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside)
-            if g == 0:
+            if shared:
                 tl.store(scratch_links + t * 2, word, mask=inside)
                 tl.store(scratch_links + t * 2 + 1, before, mask=inside)
                 tl.store(scratch_rows + t, t * 0 + tl.where(live, row, NONE), mask=inside)
-        else:
+                if speaks & fresh:
+                    new = end - first
+                    if UNLINKED:
+                        new = new * 0
+                    _open_batch(words_at(scratch_batch_at), b, live, row, first, new, context, digest, source)
+                    count = tl.where(live, tl.maximum(end - first, 0), 0)
+                    tl.atomic_add(counters + _NEW_TOKENS, count, mask=count > 0, sem="relaxed")
+        elif claims:
             word = tl.load(scratch_links + t * 2, mask=inside, other=0)
             before = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
-        if chosen & live:
+        if claims:
             _mark_slots(
-                counters, rows, meta, g, group, item, row, b, context, t, first, end, inside, word, before,
-                scratch_slots, max_tokens, POW2,
+                counters, rows, meta, g, opened, pool, claim, row, tag, p, t, inside, word, before, scratch_slots,
+                max_tokens, POW2,
             )  # fmt: skip
+        elif FIRST:
+            tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside & flag(shared == 0))
+        fresh = b < 0
         start += step

@@ -113,6 +113,7 @@ class Planner:
                 RegionWord.GROUP: g,
                 RegionWord.ITEMS: tokens,
                 RegionWord.SLOTS: self._slots[g].data_ptr(),
+                RegionWord.RING: layout.groups[g].ring or 0,
             }
             regions.append(self._region(words, space, number, workspace.token_sums[:, g]))
         return regions

@@ -1,7 +1,7 @@
 """Seal, on the device: turn the sums over bytes into seals and verdicts, commit the rows, end the forward.
 
-Programs of the grid's second axis take one region of the byte kernel each; with ``LAST`` one more commits rows and
-histories. The last program to arrive moves the cursors, writes the header and goes on to the next forward.
+Programs of the grid's second axis take one region of the byte kernel each; with ``LAST`` two more commit histories
+and rows. The last program to arrive writes the header and goes on to the next forward.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -14,7 +14,7 @@ import triton.language as tl
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
 from kvcanary.kernels.triton_judge import report_conflicts
 from kvcanary.kernels.triton_launch import entry
-from kvcanary.kernels.triton_scrub import count_lanes, look_again, scrub_slots, take_sums
+from kvcanary.kernels.triton_scrub import advance_cursor, clear_sums, count_lanes, look_again, read_sums, scrub_slots
 from kvcanary.kernels.triton_tables import open_pool, page_of
 from kvcanary.kernels.triton_words import (
     NONE,
@@ -29,14 +29,9 @@ from kvcanary.kernels.triton_words import (
 from kvcanary.record import FLAG_SHIFT, Kind, SealFlag
 from kvcanary.state import (
     BATCH_WORDS,
-    GLOBAL_WORDS,
-    GROUP_WORDS,
     HISTORY,
     ROW_WORDS,
     SCRATCH_ROWS,
-    SCRUB_CURSOR,
-    SCRUB_PASS_FORWARD,
-    SCRUB_PASSES,
     BatchWord,
     Check,
     DigestSource,
@@ -58,30 +53,24 @@ _SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
 _SEAL_LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.SEAL))
 _SCRUB_LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.SCRUB))
 _SEAL_ROLE = tl.constexpr(int(Role.SEAL))
-_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
-_CURSOR = tl.constexpr(GLOBAL_WORDS + SCRUB_CURSOR)
-_PASSES = tl.constexpr(GLOBAL_WORDS + SCRUB_PASSES)
-_PASS_FORWARD = tl.constexpr(GLOBAL_WORDS + SCRUB_PASS_FORWARD)
 _HEADERS = tl.constexpr(int(StateWord.HEADERS))
 _SNAPSHOTS = tl.constexpr(int(StateWord.SNAPSHOTS))
 _HEADER_WORDS = tl.constexpr(int(StateWord.HEADER_WORDS))
 _REGION_ROW = tl.constexpr(REGION_ROW)
 _KIND = tl.constexpr(int(RegionWord.KIND))
 _GROUP = tl.constexpr(int(RegionWord.GROUP))
-_SPACE = tl.constexpr(int(RegionWord.SPACE))
 _PART = tl.constexpr(int(RegionWord.PART))
 _ITEMS = tl.constexpr(int(RegionWord.ITEMS))
 _SLOTS = tl.constexpr(int(RegionWord.SLOTS))
 _SUMS = tl.constexpr(int(RegionWord.SUMS))
 _FLAGS = tl.constexpr(int(RegionWord.FLAGS))
+_RING = tl.constexpr(int(RegionWord.RING))
+_LINKS = tl.constexpr(int(RegionWord.LINKS))
+_SEALS = tl.constexpr(int(RegionWord.SEALS))
 _TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
 _SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
-_SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
+_FIRST_SEALS = tl.constexpr(int(GroupWord.SEALS))
 _OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_RING = tl.constexpr(int(GroupWord.RING))
 _ROW_WORDS = tl.constexpr(ROW_WORDS)
 _TAG = tl.constexpr(int(RowWord.TAG))
 _LOW = tl.constexpr(int(RowWord.LOW))
@@ -111,26 +100,30 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
                  NONFINITE: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
     g = tl.load(region + _GROUP)
     part = tl.load(region + _PART)
-    group = meta + (g + 1) * _STATE_ROW
+    ring = tl.load(region + _RING)
     slots = words_at(tl.load(region + _SLOTS))
+    links = words_at(tl.load(region + _LINKS))
+    seals = words_at(tl.load(region + _SEALS))
+    sums, flags = words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS))
     inside = t < count
-    if (part == 0) & (tl.load(group + _RING) != 0):
-        report_conflicts(counters, rows, meta, g, group, _SEAL_ROLE, t, count, slots, scratch_links, scratch_rows, POW2)
-    found, flawed = take_sums(
-        words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS)), t, inside, NONFINITE
-    )
     slot = tl.load(slots + t, mask=inside, other=NONE)
+    row = tl.load(scratch_rows + t, mask=inside, other=NONE)
+    word = tl.load(scratch_links + t * 2, mask=inside, other=0)
+    digest = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
+    found, flawed = read_sums(sums, flags, t, inside, NONFINITE)
     written = inside & (slot >= 0)
     slot = tl.maximum(slot, 0)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
-    word = tl.load(scratch_links + t * 2, mask=written, other=0)
-    digest = tl.load(scratch_links + t * 2 + 1, mask=written, other=0)
-    mine = written & (tl.load(link, mask=written, other=0) == word)
-    mine = mine & (tl.load(link + 1, mask=written, other=0) == digest)
-    row = tl.load(scratch_rows + t, mask=mine, other=0)
-    writer = writer_of(forward, tl.load(rows + row * _ROW_WORDS + _TAG, mask=mine, other=0))
-    first_part = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    seal = first_part + part * tl.load(group + _NUM_SLOTS) * 2
+    link = links + slot * 2
+    old_word = tl.load(link, mask=written, other=0)
+    old_digest = tl.load(link + 1, mask=written, other=0)
+    tag = tl.load(rows + tl.maximum(row, 0) * _ROW_WORDS + _TAG, mask=written, other=0)
+    clear_sums(sums, flags, t, inside, found, flawed, NONFINITE)
+    group = meta + (g + 1) * _STATE_ROW
+    if (part == 0) & (ring != 0):
+        report_conflicts(counters, rows, meta, g, group, _SEAL_ROLE, t, count, slots, scratch_links, scratch_rows, POW2)
+    mine = written & (old_word == word) & (old_digest == digest)
+    writer = writer_of(forward, tag)
+    seal = seals + slot * 2
     tl.store(seal, found, mask=mine)
     tl.store(seal + 1, writer, mask=mine)
     count_verified(counters, g, _SEALED, tl.where(part == 0, count_lanes(mine), 0))
@@ -141,6 +134,7 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
             tl.debug_barrier()
             page = page_of(open_pool(group), slot, POW2)
             owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=wrong, other=0)
+            first_part = words_at(tl.load(group + _FIRST_SEALS)) + slot * 2
             old = tl.load(first_part + 1, mask=wrong, other=0, volatile=True)
             kind = t * 0 + _NONFINITE_KIND
             report(
@@ -184,13 +178,13 @@ def _commit_tokens(counters, history, t, count, scratch_links, scratch_rows, mix
     word = tl.load(scratch_links + t * 2, mask=inside, other=0)
     digest = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
     row = tl.load(scratch_rows + t, mask=inside, other=NONE)
+    # Of a row's tokens, neighbours all, those with fewer than 63 behind them are among the last 64 positions.
+    behind = tl.load(scratch_rows + t + (_HISTORY - 1), mask=t + (_HISTORY - 1) < count, other=NONE)
+    after = tl.load(scratch_rows + t + 1, mask=t + 1 < count, other=NONE)
     live = inside & (row >= 0)
     step = mix(word, mix_in, mix_out)
     total = tl.sum(tl.where(live, step, 0), 0)
     tl.atomic_add(counters + _DIGEST_SUM, total, mask=total != 0, sem="relaxed")
-    # Of a row's tokens, neighbours all, those with fewer than 63 behind them are among the last 64 positions.
-    behind = tl.load(scratch_rows + t + (_HISTORY - 1), mask=live & (t + (_HISTORY - 1) < count), other=NONE)
-    after = tl.load(scratch_rows + t + 1, mask=live & (t + 1 < count), other=NONE)
     kept = live & (digest != 0) & (behind != row)
     past = history + tl.where(live, row, 0) * _HISTORY
     position = position_of(word)
@@ -199,17 +193,23 @@ def _commit_tokens(counters, history, t, count, scratch_links, scratch_rows, mix
 
 
 @triton.jit
-def close_forward(counters, meta, HEADER: tl.constexpr):
+def open_header(meta):
+    """Where headers go: (address of the first, words of one, how many there are)."""
+    return tl.load(meta + _HEADERS), tl.load(meta + _HEADER_WORDS), tl.load(meta + _SNAPSHOTS)
+
+
+@triton.jit
+def close_forward(counters, place, forward, HEADER: tl.constexpr):
     """Write the header of the forward in progress to the host and go on to the next one."""
+    headers, words, snapshots = place
     lane = tl.arange(0, HEADER)
-    forward = tl.load(counters + _FORWARD, volatile=True)
-    words = tl.load(meta + _HEADER_WORDS)
-    header = words_at(tl.load(meta + _HEADERS)) + (forward % tl.load(meta + _SNAPSHOTS)) * words
+    header = words_at(headers) + (forward % snapshots) * words
+    inside = (lane > _SEQUENCE) & (lane < words)
+    counted = tl.load(counters + lane, mask=inside, other=0, volatile=True)
     # A reader on another thread takes a header only if its sequence word equals its forward.
     tl.store(header + _SEQUENCE, forward * 0)
-    inside = (lane > _SEQUENCE) & (lane < words)
     tl.debug_barrier()
-    tl.store(header + lane, tl.load(counters + lane, mask=inside, other=0, volatile=True), mask=inside)
+    tl.store(header + lane, counted, mask=inside)
     tl.debug_barrier()
     tl.atomic_add(counters + _SEQUENCE, 0, sem="acq_rel", scope="sys")
     tl.store(header + _SEQUENCE, forward)
@@ -222,31 +222,9 @@ def abandon_kernel(counters_at: tl.int64, meta_at: tl.int64, HEADER: tl.constexp
     """End a forward that raised."""
     counters = words_at(counters_at)
     tl.atomic_add(counters + _ABANDONED, 1, sem="relaxed")
+    forward = tl.load(counters + _FORWARD)
     tl.debug_barrier()
-    close_forward(counters, words_at(meta_at), HEADER)
-
-
-@triton.jit
-def _advance_cursors(counters, meta, regions, count, copy, forward):
-    """The scrub's walk and queue go on behind what this launch has read."""
-    i = count * 0
-    while i < count:
-        region = regions + i * _REGION_ROW
-        kind = tl.load(region + _KIND)
-        if (kind == _SCRUB_KIND) & (tl.load(region + _PART) == 0):
-            space = tl.load(region + _SPACE)
-            at = counters + _CURSOR + space * _GROUP_WORDS
-            end = tl.load(meta + (space + 1) * _STATE_ROW + _NUM_SLOTS)
-            cursor = tl.load(at) + tl.load(region + _ITEMS)
-            if cursor >= end:
-                words = counters + space * _GROUP_WORDS
-                tl.store(words + _PASSES, tl.load(words + _PASSES) + 1)
-                tl.store(words + _PASS_FORWARD, forward)
-                cursor -= end
-            tl.store(at, cursor)
-        if kind == _SUSPECTS_KIND:
-            tl.store(counters + _SUSPECTS_DONE, tl.load(copy + 1))
-        i += 1
+    close_forward(counters, open_header(words_at(meta_at)), forward, HEADER)
 
 
 @entry
@@ -257,7 +235,7 @@ def commit_kernel(
     mix_in: tl.int64, mix_out: tl.int64,
     LAST: tl.constexpr, NONFINITE: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[tiles, regions (and one for the rows)]``."""
+    """Grid ``[tiles, regions (and two: for histories and for rows)]``."""
     counters = words_at(counters_at)
     meta = words_at(meta_at)
     rows = words_at(rows_at)
@@ -268,13 +246,24 @@ def commit_kernel(
     step = tl.num_programs(0).to(tl.int64) * TILE
     begin = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE).to(tl.int64)
+    region = words_at(regions_at) + number * _REGION_ROW
+    here = number < region_count
+    kind = tl.load(region + _KIND, mask=here, other=0)
+    part = tl.load(region + _PART, mask=here, other=0)
+    items = tl.load(region + _ITEMS, mask=here, other=0)
     armed = tl.load(counters + _ARMED) != 0
     forward = tl.load(counters + _FORWARD)
     tokens = tl.load(counters + _SCRATCH_TOKENS)
+    batch_rows = tl.load(counters + _SCRATCH_ROWS)
+    queued = tl.load(copy + 1)
+    entries = queued - tl.load(copy)
+    place = open_header(meta)
+    first = begin == 0
+    if (number == 0) & first:
+        tl.atomic_add(counters + _SEAL_LAUNCHES, seals, sem="relaxed")
+        tl.atomic_add(counters + _SCRUB_LAUNCHES, scrubs, sem="relaxed")
     if armed:
-        if number < region_count:
-            region = words_at(regions_at) + number * _REGION_ROW
-            kind = tl.load(region + _KIND)
+        if here:
             if kind == _TOKENS_KIND:
                 while begin < tokens:
                     _seal_tokens(
@@ -283,22 +272,27 @@ def commit_kernel(
                     )  # fmt: skip
                     begin += step
             elif kind == _SUSPECTS_KIND:
-                entries = tl.load(copy + 1) - tl.load(copy)
                 while begin < entries:
                     look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE)
                     begin += step
+                if first:
+                    tl.store(counters + _SUSPECTS_DONE, queued)
             else:
-                while begin < tl.load(region + _ITEMS):
-                    scrub_slots(counters, rows, meta, region, begin + lane, NONFINITE, POW2)
+                while begin < items:
+                    scrub_slots(counters, rows, meta, region, begin + lane, copy, NONFINITE, POW2)
                     begin += step
+                if first & (part == 0):
+                    advance_cursor(counters, region, copy, forward)
         if LAST:
-            if (number == region_count) & (tokens > 0):
-                batch_rows = tl.load(counters + _SCRATCH_ROWS)
-                while begin < tl.maximum(tokens, batch_rows):
+            if number == region_count:
+                while begin < tokens:
                     _commit_tokens(
                         counters, words_at(history_at), begin + lane, tokens, scratch_links, scratch_rows, mix_in,
                         mix_out,
                     )  # fmt: skip
+                    begin += step
+            if (number == region_count + 1) & (tokens > 0):
+                while begin < batch_rows:
                     _commit_rows(rows, begin + lane, batch_rows, words_at(scratch_batch_at))
                     begin += step
     tl.debug_barrier()
@@ -306,10 +300,5 @@ def commit_kernel(
     programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
         tl.store(ticket, forward * 0)
-        tl.atomic_add(counters + _SEAL_LAUNCHES, seals, sem="relaxed")
-        tl.atomic_add(counters + _SCRUB_LAUNCHES, scrubs, sem="relaxed")
-        if armed:
-            _advance_cursors(counters, meta, words_at(regions_at), region_count, copy, forward)
-        tl.debug_barrier()
         if LAST:
-            close_forward(counters, meta, HEADER)
+            close_forward(counters, place, forward, HEADER)

@@ -40,7 +40,9 @@ def chunk_rows(sources: Sequence[KVSource], keys: Keys, block: int) -> list[list
 
 def are_alike(chunks: Sequence[Sequence[int]], block: int) -> bool:
     """Whether chunks are all whole blocks that 16-byte loads may read, and differ only in their addresses and keys."""
-    alike = [(*row[ChunkWord.PAGE_STRIDE : ChunkWord.KEY], row[ChunkWord.EXPONENT], row[ChunkWord.ACCESS]) for row in chunks]
+    alike = [
+        (*row[ChunkWord.PAGE_STRIDE : ChunkWord.KEY], row[ChunkWord.EXPONENT], row[ChunkWord.ACCESS]) for row in chunks
+    ]
     first = chunks[0]
     whole = first[ChunkWord.NUM_BYTES] == block * 4 and first[ChunkWord.ACCESS] == MAX_ACCESS
     return whole and all(row == alike[0] for row in alike)

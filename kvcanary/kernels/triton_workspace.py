@@ -31,12 +31,14 @@ from kvcanary.kernels.descriptors import (
     powers_of_two,
     state_row,
 )
+from kvcanary.kernels.triton_bytes import COPIED_CURSORS
 from kvcanary.kernels.triton_launch import Kernel, entry
 from kvcanary.kernels.triton_sources import are_alike, block_words, chunk_rows
 from kvcanary.kernels.triton_words import words_at
 from kvcanary.state import DeviceState
 
 SEAL_BYTES = 16
+COPY_WORDS = COPIED_CURSORS + MAX_GROUPS
 ROWS_AT_ONCE = 256
 """Descriptor rows allocated together."""
 
@@ -258,7 +260,7 @@ class Workspace:
         """new tokens of the latest forward, as far as the host knows; sizes grids, never results"""
         self.token_sums = torch.zeros(2, len(layout.groups), state.limits.max_tokens, dtype=torch.int64, device=device)
         self.queue_sums = torch.zeros(3, 1024, dtype=torch.int64, device=device)
-        self.queue_copy = torch.zeros(1026, dtype=torch.int64, device=device)
+        self.queue_copy = torch.zeros(COPY_WORDS, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(8, dtype=torch.int64, device=device)
         self.scrub_sums: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -314,6 +316,9 @@ class Workspace:
             RegionWord.RESERVED_END: end,
             RegionWord.RESERVED_2: second,
             RegionWord.RESERVED_2_END: second_end,
+            RegionWord.LINKS: group[GroupWord.LINKS],
+            RegionWord.OWNER: group[GroupWord.OWNER],
+            RegionWord.NULL_IS_ZERO: group[GroupWord.NULL_IS_ZERO],
         }
 
     def _upload(self, rows: list[list[int]]) -> int:
