@@ -237,8 +237,8 @@ class _Bound:
         rows, head, selected = batch.num_rows, self._limits.head_entries, described.select(groups)
         tiles = -(-max(described.longest, batch.num_tokens // max(1, rows), 1) // tuning.check_tile)
         programs = min(max(tuning.programs // max(1, rows * len(batch.groups)), tuning.row_programs), tiles)
-        self.kernels.check(plain=not selected & described.detours)(
-            (max(1, rows), programs, len(batch.groups)),
+        self.kernels.check(plain=rows > 0 and not selected & described.detours)(
+            (rows + 1, programs, len(batch.groups)),
             self._counters,
             self._rows,
             self._history,

@@ -54,21 +54,28 @@ def _plain_entry(entries, wide, width, column, mask):
 
 
 @triton.jit
-def _all_right(group, item, b, row, low, count, start, step, mix_in, mix_out, TILE: tl.constexpr):
-    """Whether all entries of a program are mapped, ordinary, at their positions, linked, and lead to the next one."""
-    seed, held, wanted, _ = row
+def _open_plain(group, item, b):
+    """A plain table and its pool, in units of entries (pages, or slots): a tuple for :func:`_all_right`."""
     entries, wide, width, first, pages, _, _, _, _ = open_table(group, item, b, True)
-    shift = tl.where(pages != 0, tl.load(group + _PAGE_SHIFT), 0).to(tl.int32)
-    # In units of entries: reserved pages, or their slots.
-    unit = tl.where(pages != 0, 0, tl.load(group + _PAGE_SHIFT)).to(tl.int32)
+    page_shift = tl.load(group + _PAGE_SHIFT)
+    shift = tl.where(pages != 0, page_shift, 0).to(tl.int32)
+    unit = tl.where(pages != 0, 0, page_shift).to(tl.int32)
     limit = (tl.load(group + _NUM_PAGES).to(tl.int32)) << unit
     low0 = tl.load(group + _RESERVED).to(tl.int32) << unit
     end0 = tl.load(group + _RESERVED + 1).to(tl.int32) << unit
     low1 = tl.load(group + _RESERVED + 2).to(tl.int32) << unit
     end1 = tl.load(group + _RESERVED + 3).to(tl.int32) << unit
     links = words_at(tl.load(group + _LINKS_AT))
-    width = width.to(tl.int32)
-    first = first.to(tl.int32)
+    reserved = (low0, end0, low1, end1)
+    return entries, wide, width.to(tl.int32), first.to(tl.int32), shift, limit, reserved, links
+
+
+@triton.jit
+def _all_right(plain, row, low, count, start, step, mix_in, mix_out, TILE: tl.constexpr):
+    """Whether all entries of a program are mapped, ordinary, at their positions, linked, and lead to the next one."""
+    seed, held, wanted, _ = row
+    entries, wide, width, first, shift, limit, reserved, links = plain
+    low0, end0, low1, end1 = reserved
     low = low.to(tl.int32)
     count = count.to(tl.int32)
     step = step.to(tl.int32)
@@ -122,56 +129,62 @@ def check_kernel(
     max_rows: tl.int64, selected: tl.int64, least: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
     PLAIN: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[batch rows, programs a row, groups]``. ``least``: a row this long is never over capacity."""
+    """Grid ``[batch rows + 1, programs a row, groups]``. ``least``: a row this long is never over capacity.
+
+    All that needs no table is loaded before the first branch, so that it is on its way at the same time.
+    """
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     g = tl.program_id(2).to(tl.int64)
     counters = words_at(counters_at)
-    if (b == 0) & (part == 0) & (g == 0):
-        tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
-    if (tl.load(counters + _ARMED) == 0) | (((selected >> g) & 1) == 0):
-        return
     meta = words_at(meta_at)
     group = meta + (g + 1) * _STATE_ROW
     item = words_at(items_at) + g * _ITEM_ROW
+    armed = tl.load(counters + _ARMED)
+    forward = tl.load(counters + _FORWARD)
+    tokens = tl.load(counters + _SCRATCH_TOKENS)
+    ring = tl.load(group + _RING)
+    there = (tl.load(item + _ITEM_FLAGS) & _TABLE) != 0
     live, row, _first, _end, context = batch_row(
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
+    if PLAIN:
+        plain = _open_plain(group, item, tl.minimum(b, batch_rows - 1))
+        known_row = open_row(rows_at, history_at, row, context)
+    if (b == 0) & (part == 0) & (g == 0):
+        tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
+    if (armed == 0) | (((selected >> g) & 1) == 0):
+        return
     programs = tl.num_programs(1).to(tl.int64)
     if live & (context > 0):
         low, _turn, first_count, half = old_span(
-            item, group, b, context, tl.load(counters + _FORWARD), least, meta, batch_rows, starts, contexts,
-            request_rows, num_requests, wide, max_rows, TILE,
+            item, group, b, context, forward, least, meta, batch_rows, starts, contexts, request_rows, num_requests,
+            wide, max_rows, TILE,
         )  # fmt: skip
         count = first_count + half
-        there = (tl.load(item + _ITEM_FLAGS) & _TABLE) != 0
+        right = part < 0
+        if PLAIN:
+            if there & (part * TILE < count) & (half == 0):
+                right = _all_right(plain, known_row, low, count, part * TILE, programs * TILE, mix_in, mix_out, TILE)
+                if right:
+                    _count_clean(counters, g, known_row, count, part * TILE, programs * TILE, TILE)
         if part == 0:
             count_unverified(counters, g, _OUT_OF_WINDOW, low)
             count_unverified(counters, g, _NO_TABLE, tl.where(there, 0, context - low))
             count_unverified(counters, g, _OVER_CAPACITY, tl.where(there, context - low - count, 0))
-        if there & (part * TILE < count):
-            right = part < 0
-            if PLAIN:
-                if half == 0:
-                    known_row = open_row(rows_at, history_at, row, context)
-                    right = _all_right(
-                        group, item, b, known_row, low, count, part * TILE, programs * TILE, mix_in, mix_out, TILE
-                    )
-                    if right:
-                        _count_clean(counters, g, known_row, count, part * TILE, programs * TILE, TILE)
-            if right == 0:
-                judge_row(
-                    counters, rows_at, history_at, meta, g, group, item, b, part,
-                    (starts, contexts, request_rows, num_requests), wide, batch_rows, max_rows, least, mix_in, mix_out,
-                    POW2, TILE,
-                )  # fmt: skip
-    if tl.load(group + _RING) == 0:
-        tokens = tl.load(counters + _SCRATCH_TOKENS)
-        start = (b * programs + part) * TILE
+        if there & (part * TILE < count) & (right == 0):
+            judge_row(
+                counters, rows_at, history_at, meta, g, group, item, b, part,
+                (starts, contexts, request_rows, num_requests), wide, batch_rows, max_rows, least, mix_in, mix_out,
+                POW2, TILE,
+            )  # fmt: skip
+    if ring == 0:
+        # The last row's programs first: nobody's old positions keep them busy.
+        start = ((batch_rows - b) * programs + part) * TILE
         while start < tokens:
             report_conflicts(
                 counters, words_at(rows_at), meta, g, group, _ROLE, start + tl.arange(0, TILE).to(tl.int64), tokens,
                 words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at), words_at(scratch_rows_at),
                 POW2,
             )  # fmt: skip
-            start += batch_rows * programs * TILE
+            start += (batch_rows + 1) * programs * TILE

@@ -44,7 +44,7 @@ class Variants:
             UNLINKED=not linked,
             POW2=self._workspace.pow2,
             TILE=tile,
-            SUM=self._tuning.sum_tile,
+            SUM=min(self._tuning.sum_tile, 4 * tile),
         )
 
     def check(self, *, plain: bool) -> Kernel:
