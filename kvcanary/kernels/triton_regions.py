@@ -74,18 +74,20 @@ class Planner:
         regions = [self._suspects(), *self._scrub_regions(scrub_bytes)] if scrub_bytes > 0 else []
         regions += self._token_regions(part, tokens)
         large = sum(region[RegionWord.ITEMS] for region in regions) >= self._workspace.tuning.large_items
-        each, sub, *_ = self._workspace.tuning.large if large else self._workspace.tuning.small
+        tuning = self._workspace.tuning
+        each, sub, *_ = tuning.large if large else tuning.small
         rows: list[tuple[int, ...]] = []
         launches: list[Launch] = []
         for at in range(0, len(regions), MAX_REGIONS):
             taken = regions[at : at + MAX_REGIONS]
             program, firsts = 0, []
             for region in taken:
-                splits = -(-region[RegionWord.BUNDLES] // sub)
-                programs = -(-region[RegionWord.ITEMS] // each) * splits
+                region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
+            units = [-(-region[RegionWord.ITEMS] // each) * region[RegionWord.SPLITS] for region in taken]
+            for region, count in zip(taken, units, strict=True):
+                programs = min(count, tuning.sum_programs * count // sum(units))
                 if region[RegionWord.KIND] == RegionKind.SUSPECTS:
-                    programs = self._workspace.tuning.suspect_programs
-                region[RegionWord.SPLITS] = splits
+                    programs = tuning.suspect_programs
                 region[RegionWord.PROGRAMS] = max(1, programs)
                 region[RegionWord.FIRST_PROGRAM] = program
                 firsts.append(program)

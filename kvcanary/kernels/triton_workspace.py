@@ -71,10 +71,13 @@ class Tuning:
     small: tuple[int, int, int, int] = (1, 1, 1, 96)
     large: tuple[int, int, int, int] = (2, 6, 4, 64)
     large_items: int = 1536
+    sum_programs: int = 1 << 20
     suspect_programs: int = 528
 
 
-INTERPRETED = Tuning(programs=2, row_programs=1, small=(64, 16, 1, 0), large=(64, 16, 1, 0), suspect_programs=1)
+INTERPRETED = Tuning(
+    sum_programs=8, programs=2, row_programs=1, small=(64, 16, 1, 0), large=(64, 16, 1, 0), suspect_programs=1
+)
 """For Triton's interpreter, which runs one program after the other and takes its time over each."""
 
 
