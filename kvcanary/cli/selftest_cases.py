@@ -189,6 +189,9 @@ def _random_shapes(rng: random.Random) -> tuple[GroupShape, ...]:
         how = replace(shapes[0].how, unit="page", flat=False, window=None, dtype=torch.int64)
         shapes[0] = replace(shapes[0], how=replace(shapes[0].how, window=None))
         shapes.append(GroupShape(how, "", draft=False, reserved=""))
+    if rng.random() < 0.4:
+        # Kernels take a shorter way where the bytes of all groups come in blocks of one size.
+        shapes = [replace(shape, bytes_shape="blocks", draft=False) for shape in shapes]
     return tuple(shapes)
 
 
@@ -258,6 +261,9 @@ def _sources(shape: GroupShape, device: str, generator: torch.Generator) -> tupl
         case "layers":
             views = [values(size, 2, 8, dtype=torch.bfloat16) for _ in range(4)]
             found = [KVSource.from_view(f"s{i}", v, layer=i // 2, component="kv"[i % 2]) for i, v in enumerate(views)]
+        case "blocks":
+            views = [values(size, 64, dtype=torch.bfloat16) for _ in range(4)]
+            found = [KVSource.from_view(f"b{i}", v, layer=i // 2, component="kv"[i % 2]) for i, v in enumerate(views)]
         case "heads":
             view = values(3, size, 8, dtype=torch.float16).permute(0, 2, 1, 3)
             found = [KVSource.from_view("heads", view, layer=5, first_head=2)]

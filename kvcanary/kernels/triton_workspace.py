@@ -83,29 +83,29 @@ INTERPRETED = Tuning(
 
 @entry
 def _describe_kernel(  # type: ignore[no-untyped-def]
-    row: tl.int64, w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64,
-    w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64, w13: tl.int64,
+    row: tl.int64, count: tl.int64, w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64,
+    w6: tl.int64, w7: tl.int64, w8: tl.int64, w9: tl.int64, w10: tl.int64, w11: tl.int64, w12: tl.int64, w13: tl.int64,
 ):  # fmt: skip
-    """Write one descriptor row. The words travel as arguments, so a captured graph keeps them."""
+    """Write up to 14 words of a descriptor row. They travel as arguments, so a captured graph keeps them."""
     out = words_at(row)
-    tl.store(out, w0)
-    tl.store(out + 1, w1)
-    tl.store(out + 2, w2)
-    tl.store(out + 3, w3)
-    tl.store(out + 4, w4)
-    tl.store(out + 5, w5)
-    tl.store(out + 6, w6)
-    tl.store(out + 7, w7)
-    tl.store(out + 8, w8)
-    tl.store(out + 9, w9)
-    tl.store(out + 10, w10)
-    tl.store(out + 11, w11)
-    tl.store(out + 12, w12)
-    tl.store(out + 13, w13)
+    tl.store(out, w0, mask=count > 0)
+    tl.store(out + 1, w1, mask=count > 1)
+    tl.store(out + 2, w2, mask=count > 2)
+    tl.store(out + 3, w3, mask=count > 3)
+    tl.store(out + 4, w4, mask=count > 4)
+    tl.store(out + 5, w5, mask=count > 5)
+    tl.store(out + 6, w6, mask=count > 6)
+    tl.store(out + 7, w7, mask=count > 7)
+    tl.store(out + 8, w8, mask=count > 8)
+    tl.store(out + 9, w9, mask=count > 9)
+    tl.store(out + 10, w10, mask=count > 10)
+    tl.store(out + 11, w11, mask=count > 11)
+    tl.store(out + 12, w12, mask=count > 12)
+    tl.store(out + 13, w13, mask=count > 13)
 
 
 DESCRIBED = 14
-"""Words of a row that one launch writes; the last one writes zeros behind what there is, within the row."""
+"""Words of a row that one launch writes at most."""
 
 
 class RowSets:
@@ -134,7 +134,7 @@ class RowSets:
                 for at in range(0, len(words), DESCRIBED):
                     some = words[at : at + DESCRIBED]
                     place = address + (i * self._row_words + at) * 8
-                    self._describe((1, 1, 1), place, *some, *[0] * (DESCRIBED - len(some)))
+                    self._describe((1, 1, 1), place, len(some), *some, *[0] * (DESCRIBED - len(some)))
             self._known[rows] = address
         if keep:
             self._kept.add(rows)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from kvcanary.layout import Arena, AttentionGroup, GroupKind, KVSource, PoolLayout, Run
 
-SHAPES = ("nhd", "hnd", "packed", "latent", "odd", "tiny")
+SHAPES = ("nhd", "hnd", "packed", "latent", "odd", "tiny", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,9 @@ def _make_group(index: int, spec: GroupSpec, device: str) -> AttentionGroup:
 def make_sources(spec: GroupSpec, shape: str, device: str, part: str) -> tuple[KVSource, ...]:
     """Sources of one part in one of the SHAPES; unaligned ones among them."""
     pages, size, dtype = spec.pages, spec.page_size, spec.dtype
-    if shape == "nhd":
-        views = [torch.randn(pages, size, 2, 8, device=device).to(dtype) for _ in range(4)]
+    if shape in ("nhd", "blocks"):
+        width = 8 if shape == "nhd" else 64 // dtype.itemsize
+        views = [torch.randn(pages, size, 2, width, device=device).to(dtype) for _ in range(4)]
         return tuple(
             KVSource.from_view(f"{part}.{i}", view, layer=i // 2, component="kv"[i % 2], part=part)
             for i, view in enumerate(views)
@@ -180,6 +181,9 @@ def random_specs(rng: random.Random) -> tuple[GroupSpec, ...]:
             specs.append(_sharing(specs[0], rng))
         else:
             specs.append(_random_spec(rng))
+    if rng.random() < 0.3:
+        # Kernels take a shorter way where all chunks of all groups are whole blocks.
+        specs = [replace(spec, shape="blocks", draft="blocks" if spec.draft else None) for spec in specs]
     return tuple(specs)
 
 

@@ -13,6 +13,7 @@ from tests.kernels.triton_rig import CUDA, DEVICES, SEEDS, assert_same, kinds, m
 # Above: before triton can be loaded.
 # isort: split
 from kvcanary.kernels.reference import ReferenceKernels
+from kvcanary.kernels.triton_workspace import Tuning, Workspace
 from kvcanary.record import fingerprint_bytes, signed, source_seed
 from kvcanary.state import DeviceState, Limits, Word
 from tests.kernels.cases import LIMITS, Step, World, clone_state, leave, state_tensors
@@ -172,6 +173,12 @@ def test_fingerprints_are_what_the_record_defines(shape: str, device: str) -> No
     slots = [0, 3, 4, 23, 11]
     found = make_kernels().fingerprint(world.new_state(), 0, "target", torch.tensor(slots, device=device))
     assert found.tolist() == [_fingerprint(world, slot) for slot in slots]
+
+
+def test_sources_that_fill_whole_blocks_take_the_short_way() -> None:
+    world = World(10, (GroupSpec(page_size=4, pages=6, shape="blocks"), GroupSpec(shape="blocks", draft="blocks")))
+    assert Workspace(world.new_state(), Tuning()).alike
+    assert not Workspace(World(10, (GroupSpec(shape="nhd"),)).new_state(), Tuning()).alike
 
 
 def _fingerprint(world: World, slot: int) -> int:

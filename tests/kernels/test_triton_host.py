@@ -46,15 +46,22 @@ def source(dtype: torch.dtype, runs: tuple[Run, ...] = (Run(0, 64, 0),)) -> KVSo
 
 def test_a_described_row_is_written_once() -> None:
     writes = Writes()
-    sets = RowSets(1, CPU, writes)  # type: ignore[arg-type]
+    sets = RowSets(1, 16, CPU, writes)  # type: ignore[arg-type]
     first = sets.find(((1, 2),), keep=False)
     assert sets.find(((1, 2),), keep=False) == first
     assert sets.find(((1, 3),), keep=False) != first
-    assert [row[:3] for row in writes.rows] == [(first, 1, 2), (sets.find(((1, 3),), keep=False), 1, 3)]
+    assert [row[:4] for row in writes.rows] == [(first, 2, 1, 2), (sets.find(((1, 3),), keep=False), 2, 1, 3)]
+
+
+def test_a_long_row_is_written_in_pieces_that_stay_within_it() -> None:
+    writes = Writes()
+    sets = RowSets(1, 32, CPU, writes)  # type: ignore[arg-type]
+    first = sets.find((tuple(range(32)),), keep=False)
+    assert [(row[0] - first, row[1]) for row in writes.rows] == [(0, 14), (14 * 8, 14), (28 * 8, 4)]
 
 
 def test_rows_of_a_captured_graph_are_never_written_anew() -> None:
-    sets = RowSets(1, CPU, Writes())  # type: ignore[arg-type]
+    sets = RowSets(1, 16, CPU, Writes())  # type: ignore[arg-type]
     kept = sets.find(((7,),), keep=True)
     others = {sets.find(((i, 0),), keep=False) for i in range(3 * ROWS_AT_ONCE)}
     assert kept not in others
@@ -62,7 +69,7 @@ def test_rows_of_a_captured_graph_are_never_written_anew() -> None:
 
 
 def test_rows_that_no_graph_holds_are_used_again() -> None:
-    sets = RowSets(1, CPU, Writes())  # type: ignore[arg-type]
+    sets = RowSets(1, 16, CPU, Writes())  # type: ignore[arg-type]
     assert len({sets.find(((i,),), keep=False) for i in range(5 * ROWS_AT_ONCE)}) <= ROWS_AT_ONCE
 
 
