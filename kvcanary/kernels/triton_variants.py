@@ -52,7 +52,12 @@ class Variants:
         tile, registers = self._tuning.check_tile, self._tuning.check_registers
         key = (check_kernel, plain)
         return self._known.get(key) or self._add(
-            key, _warps(tile), registers, PLAIN=plain, POW2=self._workspace.pow2, TILE=tile
+            key,
+            min(self._tuning.check_warps, _warps(tile)),
+            registers,
+            PLAIN=plain,
+            POW2=self._workspace.pow2,
+            TILE=tile,
         )
 
     def sum(self, *, large: bool, nonfinite: bool) -> Kernel:
