@@ -6,6 +6,8 @@ import operator
 import reprlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -42,6 +44,7 @@ class Binding:
         self._armed = False
         self._pending: list[DeviceFact] = []
         self._late: deque[DeviceFact] = deque()
+        self._stream: Any = None
 
     @property
     def bound(self) -> bool:
@@ -77,6 +80,9 @@ class Binding:
         if self.kernels is None:
             raise BatchError(_UNBOUND)
         return self.kernels
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
 
     @property
     def _scrub_bytes(self) -> int:

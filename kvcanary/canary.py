@@ -171,12 +171,6 @@ class Canary(Lifecycle, Tools):
         self._armed = True
         self.emit(CanaryArmed(forward=self.next_forward, time_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()))
 
-    def disarm(self) -> None:
-        """Stop checking (warm-up, a pause in which the engine writes as it likes) until :meth:`arm`."""
-        with self._on_stream():
-            self.state.counters[Word.ARMED] = 0
-        self._armed = False
-
     # --- a forward ----------------------------------------------------------------------------------------
 
     def step(self) -> AbstractContextManager[Canary]:
@@ -355,9 +349,6 @@ class Canary(Lifecycle, Tools):
         if Role.FACTS not in self._suppressed:
             with self._on_stream():
                 self._kernels.facts(self._state, pending)
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
 
 
 class _Step:

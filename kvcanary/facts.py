@@ -10,8 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from kvcanary.errors import ConfigError
 from kvcanary.events import (
     Event,
@@ -33,14 +31,11 @@ from kvcanary.events import (
     TransferLanded,
     TransferStarted,
     WeightsUpdated,
-    msgpack_codec,
 )
 from kvcanary.packing import EventCall, PagesCall, RequestCall, Spaces, Stamp, pack, page_runs
 
 Call = PagesCall | RequestCall | EventCall
 
-WIRE_VERSION = 1
-"""Of the bytes that :meth:`FactWriter.pack` makes."""
 PATIENCE_SECONDS = 0.02
 """How long facts wait for the step that they belong to; an idle engine makes none."""
 
@@ -289,53 +284,3 @@ class FactLog(FactRecorder):
         now = time.monotonic()
         self._window_since = self._window_since or now
         return now - self._window_since > PATIENCE_SECONDS
-
-
-class FactWriter(FactRecorder):
-    """Facts of a scheduler in another process: :meth:`pack` makes bytes that ride on its message to the worker.
-
-    Rows, tags, forwards and ``retired`` are the worker's to know, and are filled in there.
-    """
-
-    def __init__(self, capacity: int = 65536) -> None:
-        super().__init__(capacity)
-        self.enabled = True
-
-    def pack(self) -> bytes:
-        """All facts since the last call; ``b""`` when there are none."""
-        if not self._calls and not self._lost:
-            return b""
-        calls: list[Call] = []
-        while self._calls:
-            call = self._calls.popleft()
-            if not isinstance(call, Stamp):
-                calls.append(call)
-        if self._lost:
-            calls.append(EventCall(FactsLost, 0, FactsLost(count=self._lost[0])))
-            self._lost, self._room = [], self._capacity
-        events = pack(calls, Stamp(0, time.time_ns(), time.monotonic_ns()), self.spaces)
-        self._joined.clear()
-        self._left.clear()
-        return msgspec.msgpack.encode((WIRE_VERSION, events))
-
-
-def unpack(data: bytes) -> list[Event]:
-    """The facts that :meth:`FactWriter.pack` packed, in order; ``forward`` and ``retired`` are 0.
-
-    Raises:
-        ConfigError: not such bytes, or those of another version.
-    """
-    if not data:
-        return []
-    try:
-        version, raw = msgspec.msgpack.decode(data, type=tuple[int, list[msgspec.Raw]])
-        if version == WIRE_VERSION:
-            decode = msgpack_codec().decode
-            return [decode(bytes(item)) for item in raw]
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"these {len(data)} bytes are no packed facts ({error}); pass what FactWriter.pack() made"
-        ) from error
-    raise ConfigError(
-        f"packed facts have version {version}, expected {WIRE_VERSION}; scheduler and worker need the same kvcanary"
-    )

@@ -13,11 +13,14 @@ import torch
 
 from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
-from kvcanary.errors import BatchError, LayoutError
+from kvcanary.errors import BatchError, KVCanaryError, LayoutError
+from kvcanary.events import FactsLost
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.record import hex64, identity_seed
 from kvcanary.reporting import Reporting
 from kvcanary.requests import Request
+from kvcanary.state import Word
+from kvcanary.wire import unpack
 
 INLINE_BASE = 4096
 """Known tokens up to which a base digest is computed at once; longer ones are left to the drain's thread."""
@@ -207,6 +210,38 @@ class Lifecycle(Reporting):
         if not isinstance(epoch, int):
             raise BatchError(f"an epoch of weights must be a whole number, got {epoch!r}")
         self.facts.weights_updated(epoch)
+
+    def facts_lost(self, count: int) -> None:
+        """The engine, or the way from it, lost ``count`` of these calls: nothing is checked until :meth:`arm`.
+
+        Pages may have changed hands untold since, so whatever a check found would prove nothing.
+        """
+        self.facts.append(FactsLost(count=_length("", "count of lost facts", count)))
+        self.disarm()
+
+    def disarm(self) -> None:
+        """Stop checking (warm-up, a pause in which the engine writes as it likes) until :meth:`arm`."""
+        with self._on_stream():
+            self.state.counters[Word.ARMED] = 0
+        self._armed = False
+
+    def ingest(self, data: bytes) -> None:
+        """Make the calls that a :class:`~kvcanary.wire.FactWriter` packed in the scheduler's process, in order.
+
+        Before the step that they belong to. One that is refused does not keep the others from being made.
+
+        Raises:
+            ConfigError: not such bytes, or those of another version; nothing has changed then.
+            BatchError, LayoutError: the first refusal.
+        """
+        refused: list[KVCanaryError] = []
+        for name, arguments in unpack(data):
+            try:
+                getattr(self, name)(**arguments)
+            except (BatchError, LayoutError) as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
 
     def export_records(self, group: str | int, pages: Pages) -> Records:
         """Records of pages whose bytes are about to be copied out, taken in order with the other facts."""

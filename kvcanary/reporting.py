@@ -13,7 +13,7 @@ from kvcanary.bus import Bus, Subscription
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import CanaryStalledError
 from kvcanary.events import Event
-from kvcanary.facts import FactLog, unpack
+from kvcanary.facts import FactLog
 from kvcanary.feed import Feed
 from kvcanary.mailbox import Mailbox, Raise
 from kvcanary.observers import default_folds, default_sinks
@@ -70,11 +70,6 @@ class Reporting(Binding):
         """Wait until everything that happened so far went through the folds; False after ``timeout`` seconds."""
         self.facts.hurry()
         return self.drain.flush(self.config.flush_deadline_s if timeout is None else timeout)
-
-    def ingest(self, data: bytes) -> None:
-        """Take facts that :class:`~kvcanary.facts.FactWriter` packed in another process."""
-        for event in unpack(data):
-            self.facts.append(event)
 
     def status(self) -> dict[str, Any]:
         """Plain values for a readiness probe. Any thread; waits for nothing.

@@ -78,7 +78,7 @@ def test_the_environment_is_one_without_torch(told: dict[str, Any], bare_python:
     "imports",
     [
         "import kvcanary",
-        "from kvcanary import bus, config, events, facts, mailbox, streams, testing, testing_plugin, watch",
+        "from kvcanary import bus, config, events, facts, mailbox, streams, testing, testing_plugin, watch, wire",
         "from kvcanary.observers import health, log, stats, swa_divergence, violations",
     ],
 )

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
+from kvcanary.events import Event
 from kvcanary.testing import EventRecorder
 from tests.canary.hand import HandEngine
+
+E = TypeVar("E", bound=Event)
 
 
 class Bench:
@@ -26,9 +29,13 @@ class Bench:
 
     def of(self, name: str) -> list[Any]:
         """Events of one type so far."""
+        return [event for event in self.of_kind(Event) if type(event).__name__ == name]
+
+    def of_kind(self, kind: type[E]) -> list[E]:
+        """Events of a type so far, subclasses included."""
         assert self.canary.flush(5)
         assert self.canary.bus.flush(time.monotonic() + 5)
-        return [event for event in self.recorder.events if type(event).__name__ == name]
+        return self.recorder.of(kind)
 
     def kinds(self) -> set[str]:
         """Kinds of violation so far."""

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +32,7 @@ from kvcanary.events import (
     TransferStarted,
     WeightsUpdated,
 )
-from kvcanary.facts import PAGE_KINDS, WIRE_VERSION, FactLog, FactWriter, unpack
+from kvcanary.facts import PAGE_KINDS, FactLog
 from kvcanary.packing import page_runs
 
 
@@ -442,66 +441,6 @@ def test_a_new_run_starts_from_the_first_forward(log: FactLog) -> None:
     (fact,) = log.take()
     assert isinstance(fact, PagesAllocated)
     assert (fact.forward, fact.retired) == (1, 0)
-
-
-# --- across processes ---------------------------------------------------------------------------------------
-
-
-def test_a_writer_needs_no_step_and_its_facts_arrive_unstamped() -> None:
-    writer = FactWriter()
-    assert writer.pack() == b""
-    writer.pages("alloc", "full", "a", [4, 5, 6, 9])
-    writer.finished("b", 0, 17)
-    writer.transfer_landed("t")
-    data = writer.pack()
-    assert writer.pack() == b""
-    allocated, finished, landed = unpack(data)
-    assert isinstance(allocated, PagesAllocated)
-    assert (allocated.requests, allocated.runs) == (("a",), (PageRun(0, 4, 3), PageRun(0, 9, 1)))
-    assert isinstance(finished, RequestsFinished)
-    assert isinstance(landed, TransferLanded)
-    assert {(fact.forward, fact.retired) for fact in (allocated, finished, landed)} == {(0, 0)}
-    assert allocated.time_ns > 0
-
-
-def test_facts_from_elsewhere_are_stamped_where_they_are_taken_in(log: FactLog) -> None:
-    writer = FactWriter()
-    writer.pages("free", "full", "a", [4])
-    log.retired = 6
-    for event in unpack(writer.pack()):
-        log.append(event)
-    log.step(9, 7)
-    (fact,) = log.take()
-    assert isinstance(fact, PagesFreed)
-    assert (fact.forward, fact.retired) == (9, 6)
-
-
-def test_a_writer_that_overflows_says_so() -> None:
-    writer = FactWriter(2)
-    for n in range(5):
-        writer.pages("alloc", "full", f"r{n}", [n])
-    allocated, lost = unpack(writer.pack())
-    assert isinstance(allocated, PagesAllocated)
-    assert isinstance(lost, FactsLost)
-    assert lost.count == 3
-    writer.pages("alloc", "full", "a", [1])
-    assert [type(event) for event in unpack(writer.pack())] == [PagesAllocated]
-
-
-def test_no_bytes_are_no_facts() -> None:
-    assert unpack(b"") == []
-
-
-def test_bytes_of_another_version_are_refused_by_name() -> None:
-    data = msgspec.msgpack.encode((WIRE_VERSION + 1, []))
-    with pytest.raises(ConfigError, match=f"version {WIRE_VERSION + 1}, expected {WIRE_VERSION}"):
-        unpack(data)
-
-
-@pytest.mark.parametrize("data", [b"\xff", b"nonsense", msgspec.msgpack.encode((WIRE_VERSION, [{"no": "type"}]))])
-def test_bytes_that_are_no_facts_are_refused(data: bytes) -> None:
-    with pytest.raises(ConfigError, match="no packed facts"):
-        unpack(data)
 
 
 def test_recording_and_publishing_import_neither_torch_nor_numpy() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import kvcanary
 
 # The imports are the point: each of these must work without torch.
-from kvcanary import bus, config, events, facts, mailbox, observers, streams, testing  # noqa: F401
+from kvcanary import bus, config, events, facts, mailbox, observers, streams, testing, wire  # noqa: F401
 from kvcanary.observers import health, log, stats, swa_divergence, violations  # noqa: F401
 
 HEAVY = ("numpy", "torch", "triton")
