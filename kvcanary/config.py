@@ -68,6 +68,10 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log: str | None = None
     """JSON lines to a file path, ``-`` (standard error) or ``stdout``"""
     log_profile: Literal["default", "ecs", "datadog", "otel"] = "default"
+    log_service: str = "kvcanary"
+    """the service that the ``ecs``, ``datadog`` and ``otel`` profiles name"""
+    prometheus: str | None = None
+    """serve metrics for Prometheus at this address: a port of this host, or ``address:port``"""
     journal: str | None = None
     """directory for the SQLite journal"""
     journal_level: Literal["incidents", "all"] = "incidents"

@@ -49,7 +49,7 @@ def default_folds(config: CanaryConfig, mailbox: Mailbox) -> list[Fold]:
 
 
 def default_sinks(config: CanaryConfig) -> list[ObserverSpec]:
-    """The sinks that a configuration switches on: the log, the journal, and those it names.
+    """The sinks that a configuration switches on: the log, metrics, the journal, and those it names.
 
     Raises:
         ConfigError: one of them cannot be made.
@@ -59,8 +59,20 @@ def default_sinks(config: CanaryConfig) -> list[ObserverSpec]:
     sinks: list[ObserverSpec] = []
     if config.log is not None:
         from kvcanary.observers.log import LogSink
+        from kvcanary.observers.trace_context import around_this
 
-        sinks.append(as_observer(LogSink(config.log, profile=config.log_profile, redact=config.redact)))
+        log = LogSink(
+            config.log,
+            profile=config.log_profile,
+            service=config.log_service,
+            redact=config.redact,
+            processors=around_this(),
+        )
+        sinks.append(as_observer(log))
+    if config.prometheus is not None:
+        from kvcanary.observers.prometheus import served
+
+        sinks.append(as_observer(served(config.prometheus)))
     if config.journal is not None:
         raise ConfigError(
             f"journal={config.journal!r}: this version has no journal; use log=... for a lasting record, or unset it"

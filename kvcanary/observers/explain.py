@@ -362,3 +362,6 @@ _EXPLAIN: dict[str, Callable[[ViolationDetected], Words]] = {
     "DOUBLE_FREE": _double_free,
     "DOUBLE_ALLOC": _double_alloc,
 }
+
+KINDS = tuple(_EXPLAIN)
+"""Kinds of violation that the device, or the finish audit, can find."""

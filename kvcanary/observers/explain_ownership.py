@@ -64,3 +64,6 @@ _LEDGER: dict[str, tuple[str, str, str]] = {
         "never written: the request went on although its transfer failed",
     ),
 }
+
+LEDGER_KINDS = tuple(_LEDGER)
+"""Kinds of violation that the ledger can find."""

@@ -36,7 +36,8 @@ from kvcanary.events import (
     event_name,
 )
 from kvcanary.observers.base import Restart
-from kvcanary.observers.log_format import Processor, describe, flat_fields, iso_time, level_of, profile, rename
+from kvcanary.observers.log_format import Processor, describe, flat_fields, iso_time, level_of, rename
+from kvcanary.observers.log_format import profile as shape
 from kvcanary.observers.redact import redact as withhold
 
 LOGGER_NAME = "kvcanary"
@@ -91,6 +92,7 @@ class LogSink:
             the host: a structlog one gets the event's name and its fields, a standard one the headline, with the
             fields in ``extra={"kvcanary": ...}``.
         profile: field names: ``default``, ``ecs``, ``datadog`` or ``otel``. The host's logger has its own.
+        service: the service that these name.
         redact: withhold token ids and digests.
         level: the least level that is written; healthy checks are ``debug``.
         interests: event types to log.
@@ -108,16 +110,17 @@ class LogSink:
         target: object,
         *,
         profile: str = "default",
+        service: str = LOGGER_NAME,
         redact: bool = True,
         level: str = "info",
         interests: tuple[type[Event], ...] = DEFAULT_INTERESTS,
         processors: Sequence[Processor] = (),
     ) -> None:
         self.interests = interests
-        self._least = _level_number(level)
+        self._least = level_number(level)
         self._redact = redact
         self._run = ""
-        self._writer = _writer(target, profile, tuple(processors))
+        self._writer = _writer(target, rename(shape(profile), service), tuple(processors))
 
     def open(self) -> None:
         """Open the file, if it is one."""
@@ -129,7 +132,7 @@ class LogSink:
             level = level_of(event)
             if isinstance(event, RunStarted):
                 self._run = event.run
-            if _level_number(level) >= self._least:
+            if level_number(level) >= self._least:
                 shown = withhold(event) if self._redact else event
                 self._writer.write(level, shown, self._run)
         self._writer.commit()
@@ -143,7 +146,7 @@ class _JsonLines:
     """A structlog logger of our own, whose lines go to a stream a batch at a time."""
 
     def __init__(
-        self, open_stream: Callable[[], ByteStream], *, owned: bool, shape: str, extra: tuple[Processor, ...]
+        self, open_stream: Callable[[], ByteStream], *, owned: bool, naming: Processor, extra: tuple[Processor, ...]
     ) -> None:
         self._open_stream = open_stream
         self._owned = owned
@@ -152,7 +155,7 @@ class _JsonLines:
         # Every argument is given, so that nothing comes from the host's structlog.configure().
         log: Any = structlog.wrap_logger(
             cast("Any", self._lines),
-            processors=[_expand, *cast("Any", extra), rename(profile(shape)), _render],
+            processors=[_expand, *cast("Any", extra), cast("Any", naming), _render],
             wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
             context_class=dict,
             cache_logger_on_first_use=True,
@@ -217,7 +220,7 @@ class _HostLogger:
             line = process(self._logger, level, line)
         if self._standard:
             line = {"event": event_name(event), **line}
-            self._logger.log(_level_number(level), "%s", describe(event), extra={LOGGER_NAME: line})
+            self._logger.log(level_number(level), "%s", describe(event), extra={LOGGER_NAME: line})
         else:
             getattr(self._logger, level)(event_name(event), **line)
 
@@ -228,22 +231,21 @@ class _HostLogger:
         """It is not ours to close."""
 
 
-def _writer(target: object, shape: str, extra: tuple[Processor, ...]) -> _Writer:
-    profile(shape)
+def _writer(target: object, naming: Processor, extra: tuple[Processor, ...]) -> _Writer:
     if isinstance(target, (logging.Logger, logging.LoggerAdapter)) or hasattr(target, "bind"):
         return _HostLogger(target, extra)
     if target in ("-", "stderr"):
-        return _JsonLines(lambda: sys.stderr.buffer, owned=False, shape=shape, extra=extra)
+        return _JsonLines(lambda: sys.stderr.buffer, owned=False, naming=naming, extra=extra)
     if target == "stdout":
-        return _JsonLines(lambda: sys.stdout.buffer, owned=False, shape=shape, extra=extra)
+        return _JsonLines(lambda: sys.stdout.buffer, owned=False, naming=naming, extra=extra)
     if isinstance(target, (str, os.PathLike)):
         path = Path(cast("str", target))
         if not path.parent.is_dir():
             raise ConfigError(f"log is {str(path)!r}, but there is no directory {str(path.parent)!r}; make it first")
-        return _JsonLines(lambda: path.open("ab"), owned=True, shape=shape, extra=extra)
+        return _JsonLines(lambda: path.open("ab"), owned=True, naming=naming, extra=extra)
     if _is_binary(target):
         stream = cast("ByteStream", target)
-        return _JsonLines(lambda: stream, owned=False, shape=shape, extra=extra)
+        return _JsonLines(lambda: stream, owned=False, naming=naming, extra=extra)
     raise ConfigError(
         f"log is {target!r}; expected a file path, '-' (standard error), 'stdout', a binary stream, or a logger"
     )
@@ -253,7 +255,12 @@ def _is_binary(target: object) -> bool:
     return callable(getattr(target, "write", None)) and not isinstance(target, io.TextIOBase)
 
 
-def _level_number(level: str) -> int:
+def level_number(level: str) -> int:
+    """The number that the standard library gives a level.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
     number = _LEVELS.get(level)
     if number is None:
         raise ConfigError(f"log level is {level!r}; expected one of {', '.join(_LEVELS)}")
@@ -271,6 +278,7 @@ def _expand(_logger: Any, method: str, fields: Any) -> dict[str, Any]:
         "timestamp": iso_time(event.time_ns),
         "level": method,
         "event": fields["event"],
+        "text": describe(event),
         "logger": LOGGER_NAME,
         "run": fields["run"],
     }

@@ -53,23 +53,72 @@ _LEVELS: dict[type[Event], str] = {
 
 
 class Profile(NamedTuple):
-    """How one aggregator names the fields that all lines share; its own fields get ``prefix``."""
+    """How one aggregator names the fields that all lines share. Empty: it has no such field.
+
+    Attributes:
+        text: a sentence for people; without it the event's name is all there is.
+        prefix: of the event's own fields, so that none of them takes the place of one that the aggregator knows.
+        levels: its words for levels, where they differ; ``severity``: its numbers for them.
+    """
 
     time: str = "timestamp"
     level: str = "level"
+    text: str = ""
     event: str = "event"
     logger: str = "logger"
+    service: str = ""
+    trace_id: str = "trace_id"
+    span_id: str = "span_id"
+    trace_flags: str = "trace_flags"
     prefix: str = ""
+    event_prefix: str = ""
+    levels: Mapping[str, str] = {}
+    severity: str = ""
     constants: Mapping[str, Any] = {}
-    upper_level: bool = False
 
+
+PREFIX = "kvcanary."
+_SHARED = frozenset({"timestamp", "level", "event", "text", "logger"})
+_TRACE = ("trace_id", "span_id", "trace_flags")
+_TAKEN = _SHARED.union(_TRACE)
+_SEVERITY = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 
 PROFILES: dict[str, Profile] = {
     "default": Profile(),
-    # Own fields in a namespace: `group`, `error` and `observer` are objects in ECS, and a string there is refused.
-    "ecs": Profile("@timestamp", "log.level", "message", "log.logger", "kvcanary.", {"ecs.version": "8.11.0"}),
-    "datadog": Profile("timestamp", "status", "message", "logger.name", "", {"service": "kvcanary"}),
-    "otel": Profile("timestamp", "severity_text", "body", "scope.name", "kvcanary.", upper_level=True),
+    # Time, level, message and ecs.version come first, in this order. There are no trace flags in ECS.
+    "ecs": Profile(
+        time="@timestamp",
+        level="log.level",
+        text="message",
+        event="event.action",
+        logger="log.logger",
+        service="service.name",
+        trace_id="trace.id",
+        span_id="span.id",
+        trace_flags="",
+        prefix=PREFIX,
+        constants={"ecs.version": "8.11.0", "event.dataset": "kvcanary"},
+    ),
+    "datadog": Profile(
+        level="status",
+        text="message",
+        event="evt.name",
+        logger="logger.name",
+        service="service",
+        prefix=PREFIX,
+        constants={"ddsource": "kvcanary"},
+    ),
+    "otel": Profile(
+        level="severity_text",
+        text="body",
+        event="event_name",
+        logger="scope.name",
+        service="service.name",
+        prefix=PREFIX,
+        event_prefix=PREFIX,
+        levels={"debug": "DEBUG", "info": "INFO", "warning": "WARN", "error": "ERROR", "critical": "FATAL"},
+        severity="severity_number",
+    ),
 }
 
 
@@ -108,11 +157,13 @@ def _iso_second(seconds: int) -> str:
 def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
     """Add the event's own fields to ``flat``, without its type and time.
 
-    Nested ones get dotted names, large integers become strings.
+    Nested ones get dotted names, large integers become strings. A field of a user's event that has the name of one that
+    all lines share becomes ``field.`` and its name.
     """
     fields = msgspec.structs.asdict(event)
     del fields["time_ns"]
-    for name, value in fields.items():
+    for own, value in fields.items():
+        name = own if own not in _TAKEN else f"field.{own}"
         if type(value) in _SCALARS:
             flat[name] = value if type(value) is not int or -SAFE_INTEGER <= value <= SAFE_INTEGER else str(value)
         else:
@@ -120,23 +171,41 @@ def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def rename(shape: Profile) -> Processor:
-    """A structlog processor that gives a line the names of ``shape``."""
-    shared = {"timestamp": shape.time, "level": shape.level, "event": shape.event, "logger": shape.logger}
-    prefix, constants, upper = shape.prefix, shape.constants, shape.upper_level
+def rename(shape: Profile, service: str = "") -> Processor:
+    """A structlog processor that gives a line the names of ``shape``; ``service``: for aggregators that know such."""
+    constants = dict(shape.constants) | ({shape.service: service} if shape.service else {})
+    trace = {name: getattr(shape, name) for name in _TRACE}
     plain = shape == Profile()
 
     def process(_logger: Any, _method: str, fields: Fields) -> Fields:
+        text = fields.pop("text")
         if plain:
             return fields
-        line: dict[str, Any] = {new: fields.pop(old) for old, new in shared.items() if old in fields}
+        level = fields.pop("level")
+        line: dict[str, Any] = {
+            shape.time: fields.pop("timestamp"),
+            shape.level: shape.levels.get(level, level),
+        }
+        if shape.severity:
+            line[shape.severity] = severity_number(level)
+        if shape.text:
+            line[shape.text] = text
         line.update(constants)
-        if upper:
-            line[shape.level] = str(line[shape.level]).upper()
-        line.update({prefix + name: value for name, value in fields.items()} if prefix else fields)
+        line[shape.event] = shape.event_prefix + fields.pop("event")
+        line[shape.logger] = fields.pop("logger")
+        for name, known_as in trace.items():
+            value = fields.pop(name, None)
+            if value is not None and known_as:
+                line[known_as] = value
+        line.update({shape.prefix + name: value for name, value in fields.items()} if shape.prefix else fields)
         return line
 
     return process
+
+
+def severity_number(level: str) -> int:
+    """The number that OpenTelemetry gives a level."""
+    return _SEVERITY[level]
 
 
 def describe(event: Event) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kvcanary.events import Event, IncidentOpened, ViolationDetected
+from kvcanary.events import Event, IncidentOpened, UnknownEvent, ViolationDetected
 from kvcanary.observers.explain import explain
 
-_TOKEN_FIELDS = frozenset({"token_expected", "token_found", "token_ids"})
+_SECRET_FIELDS = frozenset({"token_expected", "token_found", "token_ids"})
 
 
 def redact(event: Event) -> Event:
@@ -20,7 +20,9 @@ def redact(event: Event) -> Event:
     written anew from its redacted first violation.
     """
     present = {name: getattr(event, name) for name in _secrets(type(event))}
-    masked: dict[str, Any] = {name: _empty(value) for name, value in present.items() if value not in (None, "", ())}
+    masked: dict[str, Any] = {
+        name: _empty(value) for name, value in present.items() if value not in (None, "", b"", ())
+    }
     if isinstance(event, IncidentOpened) and event.first is not None:
         first = redact(event.first)
         if isinstance(first, ViolationDetected):
@@ -31,10 +33,12 @@ def redact(event: Event) -> Event:
 
 @functools.cache
 def _secrets(event_type: type[Event]) -> tuple[str, ...]:
-    return tuple(name for name in event_type.__struct_fields__ if name in _TOKEN_FIELDS or "digest" in name)
+    if issubclass(event_type, UnknownEvent):
+        return ("raw",)  # whatever it holds
+    return tuple(name for name in event_type.__struct_fields__ if name in _SECRET_FIELDS or "digest" in name)
 
 
 def _empty(value: object) -> object:
-    if isinstance(value, str):
-        return ""
+    if isinstance(value, (str, bytes)):
+        return type(value)()
     return () if isinstance(value, tuple) else None

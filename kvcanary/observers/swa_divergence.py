@@ -12,7 +12,7 @@ from kvcanary.events import Event, RunStarted, SnapshotTaken, SwaDivergenceObser
 from kvcanary.observers.base import stamp
 
 NAME = event_name(SwaDivergenceObserved)
-_NAME_FIELDS = ("type", "event", "message", "body")
+_NAME_FIELDS = ("type", "event", "event.action", "evt.name", "event_name")
 _TIME_FIELDS = ("timestamp", "@timestamp")
 _PREFIX = "kvcanary."
 
@@ -62,7 +62,7 @@ def parse(line: str | bytes) -> SwaDivergenceObserved | None:
         return None
     try:
         found = msgspec.json.decode(text[start:].strip(), type=dict[str, Any])
-        if NAME not in (found.get(field) for field in _NAME_FIELDS):
+        if NAME not in (str(found.get(field)).removeprefix(_PREFIX) for field in _NAME_FIELDS):
             return None
         return msgspec.convert(_as_event(found), SwaDivergenceObserved, strict=False)
     except (msgspec.MsgspecError, ValueError):

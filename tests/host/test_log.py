@@ -135,7 +135,7 @@ def test_a_logged_observation_parses_back_to_the_same_object(profile: str) -> No
     ("profile", "names"),
     [
         ("ecs", {"@timestamp", "log.level", "message", "log.logger", "ecs.version", "kvcanary.role"}),
-        ("datadog", {"timestamp", "status", "message", "logger.name", "service", "role"}),
+        ("datadog", {"timestamp", "status", "message", "logger.name", "service", "kvcanary.role"}),
         ("otel", {"timestamp", "severity_text", "body", "scope.name", "kvcanary.role"}),
     ],
 )
