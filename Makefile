@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # One acceptance test needs the release of transformers that has the fault.
 OLD_ENGINE := .venv-tf517/.ready
+PROMETHEUS := .venv-prometheus
 
 # An interpreter of one's own choice: make test PYTHON=python3.13
 PYTHON ?=
@@ -32,6 +33,15 @@ demo: $(READY) ## Serve two small models, clean and then with planted faults, an
 .PHONY: test
 test: $(READY) $(OLD_ENGINE) ## Run the tests
 	@$(offline) $(BIN)/python -m pytest $(ARGS)
+
+# One test scrapes with a real server. Where none is installed Debian's is unpacked here: nothing is set up or started.
+.PHONY: prometheus
+prometheus: ## Fetch a Prometheus server for the tests that scrape with one (Debian, Ubuntu)
+	@command -v prometheus promtool >/dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || { \
+		mkdir -p $(PROMETHEUS); cd $(PROMETHEUS); \
+		if [ "$$(id -u)" = 0 ]; then apt-get update -qq; fi; \
+		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb; \
+	}
 
 .PHONY: soak
 soak: $(READY) ## Serve thousands of requests in every engine mode, watched: nothing may be found

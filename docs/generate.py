@@ -23,6 +23,8 @@ import msgspec
 from kvcanary import config, events
 from kvcanary.cli import COMMANDS, EXAMPLES
 from kvcanary.faults.injectors import FAULTS
+from kvcanary.observers.metrics import METRICS
+from kvcanary.observers.prometheus import series_names
 
 DOCS = Path(__file__).parent
 NOTICE = "<!-- Made by `python -m docs.generate`. Change the source or the script, not this page. -->\n"
@@ -231,6 +233,33 @@ def settings_page() -> str:
     return NOTICE + SETTINGS_HEAD + table(head, rows).rstrip() + "\n"
 
 
+# --- metrics ------------------------------------------------------------------------------------------------
+
+METRICS_HEAD = """# Metrics
+
+What kvcanary exports to Prometheus and OpenTelemetry; [how to](../how-to/metrics.md). For OpenTelemetry, names and
+labels have `kvcanary.` before them. Units are in UCUM, with what is counted in braces.
+
+"""
+
+
+def metrics_page() -> str:
+    """The reference of metrics."""
+    rows = [
+        (
+            code(metric.name),
+            code(series_names(metric)[0].removesuffix("_bucket")),
+            metric.kind,
+            code(metric.unit),
+            ", ".join(map(code, metric.labels)),
+            cell(metric.description),
+        )
+        for metric in METRICS.values()
+    ]
+    head = ("metric", "for Prometheus", "kind", "unit", "labels", "meaning")
+    return NOTICE + METRICS_HEAD + table(head, rows).rstrip() + "\n"
+
+
 # --- commands -----------------------------------------------------------------------------------------------
 
 COMMANDS_HEAD = """# Command line
@@ -306,6 +335,7 @@ def outputs() -> dict[Path, str]:
         DOCS / "reference" / "events.md": events_page(),
         DOCS / "reference" / "events.schema.json": schema(),
         DOCS / "reference" / "configuration.md": settings_page(),
+        DOCS / "reference" / "metrics.md": metrics_page(),
         DOCS / "reference" / "cli.md": commands_page(),
     }
     pages = {path: path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md")) if path not in made}

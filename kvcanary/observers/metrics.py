@@ -48,6 +48,7 @@ _FINDERS = (
     ("FINAL_DIGEST", "audit"),
     *((kind, "ledger") for kind in LEDGER_KINDS),
 )
+_ROLES = ("facts", "mark", "check", "seal", "scrub", "window")
 _STEP_SECONDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 _LAG_SECONDS = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 
@@ -89,7 +90,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("kernel.launches", "counter", "{launch}", "Launches counted on the device.", ("role",)),
         Metric("kernel.launches.due", "counter", "{launch}", "Launches that the host asked for.", ("role",)),
-        Metric("kernel.stalls", "counter", "{stall}", "Launch roles found not to run.", ("role",)),
+        Metric("kernel.stalls", "counter", "{stall}", "Launch roles found not to run.", ("role",), _each(_ROLES)),
         Metric("window.samples", "counter", "{sample}", "Times that the sliding window was looked at."),
         Metric("window.diverging", "counter", "{entry}", "Sampled positions whose window slot differs from the full."),
         Metric("window.outside", "counter", "{entry}", "Sampled positions that have left the window."),

@@ -48,6 +48,7 @@ from kvcanary.observers.metrics import METRICS
 from kvcanary.observers.prometheus import DefaultRegistrySink, PrometheusSink, prometheus_name
 from kvcanary.observers.tally import Tally
 from kvcanary.record import Kind
+from kvcanary.state import Role
 from tests.host.samples import built_in_types, make_event
 
 STARTED = RunStarted(
@@ -170,7 +171,7 @@ def test_requests_losses_stalls_and_quarantines_are_counted() -> None:
     assert found.values("facts.lost") == {(): 3}
     assert found.values("events.dropped") == {("archive",): 5}
     assert found.values("observer.failures") == {("archive", "continued"): 1}
-    assert found.values("kernel.stalls") == {("check",): 1}
+    assert found.values("kernel.stalls") == {(role.name.lower(),): int(role is Role.CHECK) for role in Role}
     assert found.values("hazards") == {("freed_while_shared",): 5}
     assert found.values("quarantines.requested") == {(): 2}
     assert found.values("quarantines") == {("healed",): 1, ("aborted",): 0, ("failed",): 1}
