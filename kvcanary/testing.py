@@ -23,7 +23,17 @@ from kvcanary.events import (
     ViolationDetected,
     event_name,
 )
+from kvcanary.memory_canary import MemoryCanary
 from kvcanary.observers import swa_divergence
+
+__all__ = [
+    "DeterministicClock",
+    "EventRecorder",
+    "MemoryCanary",
+    "assert_no_violations",
+    "assert_swa_divergence_observed",
+    "assert_violation",
+]
 
 E = TypeVar("E", bound=Event)
 Finding = ViolationDetected | OwnershipViolated

@@ -8,6 +8,7 @@ bytes ride on the engine's own message of the step, so they come in order and be
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -41,31 +42,12 @@ Call = tuple[CallName, dict[str, Any]]
 """A method and its arguments."""
 
 
-class FactWriter:
-    """Takes the lifecycle calls of a scheduler. One thread calls; needs no torch.
+class LifecycleCalls(ABC):
+    """The calls, each as a name and arguments of plain values: for whoever is told and is no canary with a device."""
 
-    Call it as you would the canary, and put :meth:`pack` into each message to the worker. What the arguments mean, and
-    that they fit the pool, is checked there: only the worker knows the pool.
-
-    Args:
-        capacity: most calls that wait to be packed. More mean that no message leaves: then all are forgotten, and the
-            worker's canary is told that it missed something.
-
-    Raises:
-        ConfigError: no such capacity.
-    """
-
-    def __init__(self, capacity: int = 65536) -> None:
-        if capacity < 1:
-            raise ConfigError(f"capacity of the fact writer is {capacity}; expected at least 1")
-        self._capacity = capacity
-        self._calls: list[Call] = []
-        self._lost = 0
-
-    @property
-    def waiting(self) -> int:
-        """Calls that wait to be packed."""
-        return len(self._calls)
+    @abstractmethod
+    def _put(self, name: CallName, **arguments: Any) -> None:
+        """Take a call."""
 
     def admit(self, request: str, *, tokens: Sequence[int] = (), start: int = 0, identity: bytes | None = None) -> None:
         """A request becomes active; of ``tokens``, the first ``start`` travel."""
@@ -144,6 +126,33 @@ class FactWriter:
     def facts_lost(self, count: int) -> None:
         """Some of these calls were never told."""
         self._put("facts_lost", count=count)
+
+
+class FactWriter(LifecycleCalls):
+    """Takes the lifecycle calls of a scheduler. One thread calls; needs no torch.
+
+    Call it as you would the canary, and put :meth:`pack` into each message to the worker. What the arguments mean, and
+    that they fit the pool, is checked there: only the worker knows the pool.
+
+    Args:
+        capacity: most calls that wait to be packed. More mean that no message leaves: then all are forgotten, and the
+            worker's canary is told that it missed something.
+
+    Raises:
+        ConfigError: no such capacity.
+    """
+
+    def __init__(self, capacity: int = 65536) -> None:
+        if capacity < 1:
+            raise ConfigError(f"capacity of the fact writer is {capacity}; expected at least 1")
+        self._capacity = capacity
+        self._calls: list[Call] = []
+        self._lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait to be packed."""
+        return len(self._calls)
 
     def pack(self) -> bytes:
         """All calls since the last time; ``b""`` when there are none.
