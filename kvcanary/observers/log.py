@@ -278,7 +278,6 @@ def _expand(_logger: Any, method: str, fields: Any) -> dict[str, Any]:
         "timestamp": iso_time(event.time_ns),
         "level": method,
         "event": fields["event"],
-        "text": describe(event),
         "logger": LOGGER_NAME,
         "run": fields["run"],
     }

@@ -78,7 +78,7 @@ class Profile(NamedTuple):
 
 
 PREFIX = "kvcanary."
-_SHARED = frozenset({"timestamp", "level", "event", "text", "logger"})
+_SHARED = frozenset({"timestamp", "level", "event", "logger"})
 _TRACE = ("trace_id", "span_id", "trace_flags")
 _TAKEN = _SHARED.union(_TRACE)
 _SEVERITY = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
@@ -178,10 +178,9 @@ def rename(shape: Profile, service: str = "") -> Processor:
     plain = shape == Profile()
 
     def process(_logger: Any, _method: str, fields: Fields) -> Fields:
-        text = fields.pop("text")
         if plain:
             return fields
-        level = fields.pop("level")
+        level, event = fields.pop("level"), fields.pop("event")
         line: dict[str, Any] = {
             shape.time: fields.pop("timestamp"),
             shape.level: shape.levels.get(level, level),
@@ -189,9 +188,9 @@ def rename(shape: Profile, service: str = "") -> Processor:
         if shape.severity:
             line[shape.severity] = severity_number(level)
         if shape.text:
-            line[shape.text] = text
+            line[shape.text] = sentence(event, fields.get("headline") or fields.get("detail"))
         line.update(constants)
-        line[shape.event] = shape.event_prefix + fields.pop("event")
+        line[shape.event] = shape.event_prefix + event
         line[shape.logger] = fields.pop("logger")
         for name, known_as in trace.items():
             value = fields.pop(name, None)
@@ -210,8 +209,12 @@ def severity_number(level: str) -> int:
 
 def describe(event: Event) -> str:
     """One line for people: the headline where there is one."""
-    headline = getattr(event, "headline", "") or getattr(event, "detail", "")
-    return f"{event_name(event)}: {headline}" if headline else event_name(event)
+    return sentence(event_name(event), getattr(event, "headline", "") or getattr(event, "detail", ""))
+
+
+def sentence(name: str, headline: object) -> str:
+    """An event's name, and its headline where there is one."""
+    return f"{name}: {headline}" if headline else name
 
 
 def _flatten(flat: dict[str, Any], name: str, value: Any) -> None:

@@ -76,6 +76,7 @@ class Tally:
         }
         self._sums = dict.fromkeys(self._buckets, 0.0)
         self._measured: list[tuple[str, float]] = []
+        self._newest: SnapshotTaken | None = None
         self._run_totals: dict[tuple[str, Labels], float] = {}
         self._requests: OrderedDict[str, None] = OrderedDict()
         self._rules: dict[type[Event], Callable[[Any], None]] = {
@@ -121,6 +122,7 @@ class Tally:
     def values(self, name: str) -> dict[Labels, float]:
         """The present values of a counter or gauge, by its labels' values."""
         with self._lock:
+            self._settle()
             found = self._counts[name] if METRICS[name].kind == "counter" else self._gauges.get(name, {})
             return dict(found)
 
@@ -136,11 +138,19 @@ class Tally:
         series[labels] = series.get(labels, 0) + count
 
     def _total(self, name: str, total: float, *labels: str) -> None:
-        """A count since the run began becomes one since the tally was made."""
+        """A count since the run began becomes one since the tally was made.
+
+        One that fell belongs to a new run, whose beginning a full queue gave up.
+        """
         before = self._run_totals.get((name, labels), 0)
-        if total >= before:
-            self._run_totals[name, labels] = total
-            self._add(name, total - before, *labels)
+        self._run_totals[name, labels] = total
+        self._add(name, total - before if total >= before else total, *labels)
+
+    def _settle(self) -> None:
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            for name, labels, total in _totals(newest):
+                self._total(name, total, *labels)
 
     def _gauge(self, name: str, value: float, *labels: str) -> None:
         self._gauges.setdefault(name, {})[labels] = value
@@ -155,6 +165,7 @@ class Tally:
     def _begun(self, event: RunStarted) -> None:
         origin = event.origin
         version = event.versions.get("kvcanary", "")
+        self._settle()
         self._run_totals.clear()
         self._gauges.clear()
         self._gauge("info", 1, origin.engine, origin.engine_version, origin.device, event.backend, event.mode, version)
@@ -172,8 +183,10 @@ class Tally:
         self._gauge("facts.queued", event.queued_facts)
 
     def _taken(self, event: SnapshotTaken) -> None:
-        for name, labels, total in _totals(event):
-            self._total(name, total, *labels)
+        # There is one a forward, and only the newest of a run counts: it is taken apart when somebody asks.
+        if self._newest is not None and event.forward < self._newest.forward:
+            self._settle()
+        self._newest = event
         self._gauge("last_snapshot.timestamp", event.time_ns / 1e9)
         self._measure("step.host_time", event.host_us / 1e6)
         self._measure("snapshot.lag", event.lag_us / 1e6)

@@ -121,8 +121,8 @@ def test_a_new_run_goes_on_counting_where_the_old_one_ended() -> None:
     assert found.values("runs") == {(): 2}
 
 
-def test_a_late_snapshot_of_before_takes_nothing_back() -> None:
-    assert tally(STARTED, snapshot(8), snapshot(3), snapshot(9)).values("forwards") == {(): 9}
+def test_a_run_whose_beginning_was_lost_is_counted_all_the_same() -> None:
+    assert tally(STARTED, snapshot(8), snapshot(3), snapshot(4)).values("forwards") == {(): 12}
 
 
 def test_violations_say_who_found_them_and_the_device_is_counted_once() -> None:

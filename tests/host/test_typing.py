@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,29 @@ def test_user_code_passes_pyright_in_strict_mode() -> None:
     # A configuration in a folder above would take over otherwise.
     done = check("pyright", "--project", "pyproject.toml", USER_CODE)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_user_code_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", USER_CODE],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "7 1 1 [41.5]\n"), done.stderr
+    assert '"event":"incident.opened"' in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_wrong_user_code_fails_pyright(tmp_path: Path) -> None:
+    path = tmp_path / "wrong_user_code.py"
+    path.write_text(f"# pyright: strict\n{WRONG.removeprefix(chr(10))}")
+    done = check("pyright", "--pythonpath", sys.executable, str(path))
+    refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if " - error:" in line}
+    assert refused >= {5, 8, 14}, done.stdout
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""What a user writes, as strict type checkers see it. Nothing here runs as a test; ``test_typing.py`` checks it."""
+"""What a user writes, as strict type checkers see it; ``test_typing.py`` checks it, and runs it as a program."""
 
 # pyright: strict
 from __future__ import annotations
@@ -6,11 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_type
 
+from prometheus_client import CollectorRegistry
+
 from kvcanary.config import CanaryConfig
 from kvcanary.events import Event, IncidentOpened, KernelStalled, SwaDivergenceObserved, register_event
 from kvcanary.observers.base import BatchSink, Fold, Observer, Sink, as_observer, observer
+from kvcanary.observers.log import LogSink
+from kvcanary.observers.otel import OTelLogs, OTelMetrics
+from kvcanary.observers.prometheus import PrometheusSink
 from kvcanary.observers.swa_divergence import find_all, parse
-from kvcanary.testing import EventRecorder, assert_swa_divergence_observed
+from kvcanary.observers.trace_context import TraceContext
+from kvcanary.testing import EventRecorder, MemoryCanary, assert_swa_divergence_observed, assert_violation
+from kvcanary.wire import FactWriter
 
 pages: list[str] = []
 Alert = IncidentOpened | KernelStalled
@@ -73,6 +80,15 @@ class TemperatureMeasured(Event, frozen=True, kw_only=True, tag="mine.temperatur
     celsius: float
 
 
+temperatures: list[float] = []
+
+
+@observer
+async def note_temperature(event: TemperatureMeasured) -> None:
+    """An async observer of a user's own event."""
+    temperatures.append(event.celsius)
+
+
 class Thermometer:
     """A user's own fold, which derives a user's own event."""
 
@@ -103,7 +119,38 @@ async def use_async() -> None:
     assert_type(await page_someone(KernelStalled(role="check", launches=1, expected=2)), str)
 
 
-observers: list[Observer] = [tell_me, page_someone, in_batches, Tally(), Shipper(), EventRecorder()]
+observers: list[Observer] = [tell_me, page_someone, in_batches, note_temperature, Tally(), Shipper(), EventRecorder()]
+exporters: list[Observer] = [
+    LogSink("-", processors=[TraceContext()]),
+    PrometheusSink(CollectorRegistry()),
+    OTelMetrics(),
+    OTelLogs(span_of=lambda _request: None),
+]
 sink: Sink = Tally()
 batches: BatchSink = Shipper()
 fold: Fold = Thermometer()
+
+
+def scheduler(tell: FactWriter | MemoryCanary) -> None:
+    """One that lives in another process, or in a test."""
+    tell.admit("7", tokens=[1, 2, 3])
+    tell.alloc("full", "7", [4])
+
+
+def main() -> None:
+    """All observers at work."""
+    tally, writer = Tally(), FactWriter()
+    scheduler(writer)
+    with MemoryCanary(observers=[*observers, *exporters, tally]) as canary:
+        scheduler(canary)
+        canary.ingest(writer.pack())
+        canary.forward()
+        canary.find("CONTENT", request="7", slot=65)
+        canary.emit(TemperatureMeasured(celsius=41.5))
+    assert_type(canary.error, BaseException | None)
+    found = assert_violation(canary.events, kind="CONTENT")
+    print(found.request, tally.count, len(pages), temperatures)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
