@@ -114,8 +114,9 @@ def test_a_tally_that_missed_snapshots_is_right_with_the_next() -> None:
     assert tally(STARTED, snapshot(8)).values("verified") == whole.values("verified")
 
 
-def test_a_new_run_goes_on_counting_where_the_old_one_ended() -> None:
-    found = tally(STARTED, snapshot(8), RunStopped(), STARTED, snapshot(2))
+@pytest.mark.parametrize(("first", "second"), [(8, 2), (2, 8)])
+def test_a_new_run_goes_on_counting_where_the_old_one_ended(first: int, second: int) -> None:
+    found = tally(STARTED, snapshot(first), RunStopped(), STARTED, snapshot(second))
     assert found.values("forwards") == {(): 10}
     assert found.values("verified")["links", "full"] == 100
     assert found.values("runs") == {(): 2}
