@@ -193,9 +193,8 @@ separated by commas.
 """
 
 OWN_WORDS = {
-    "mode": "`off`: nothing is wrapped; `log`: report; `raise`: stop the engine at its next step; `quarantine`: ask "
-    "the engine to take requests and pages out of service, which is refused where its adapter cannot; that of "
-    "transformers cannot yet",
+    "mode": "`off`: nothing is wrapped; `log`: report; `raise`: stop the engine at its next step; `quarantine`: take "
+    "bad pages and the requests that read them out of service; refused where the engine's adapter cannot",
     "verify_on_reuse": "how much of a prefix hit goes to the front of the scrub: its first 512 slots (`budgeted`) or "
     "all of it (`full`)",
     "track_ownership": "keep the ledger of who holds which page, on the host",

@@ -17,7 +17,7 @@ from kvcanary.batch import ForwardBatch
 from kvcanary.config import CanaryConfig, no_quarantine
 from kvcanary.decode import Decoder
 from kvcanary.errors import BatchError, ConfigError
-from kvcanary.events import CanaryArmed, Event
+from kvcanary.events import CanaryArmed, Event, QuarantineFailed
 from kvcanary.kernels import load_kernels
 from kvcanary.layout import DEFAULT_PART, PoolLayout
 from kvcanary.lifecycle import Lifecycle
@@ -314,11 +314,23 @@ class Canary(Lifecycle, Tools):
             CanaryStalledError: a kernel or guard stopped working.
         """
         for wanted in self.mailbox.take_quarantines():
-            if self._quarantiner is not None:
-                for event in self._quarantiner(wanted):
-                    self.emit(event)
+            self._carry_out(wanted)
         if self.mailbox.error is not None:
             raise self.mailbox.error
+
+    def _carry_out(self, wanted: Quarantine) -> None:
+        try:
+            for event in () if self._quarantiner is None else self._quarantiner(wanted):
+                self.emit(event)
+        except Exception as error:  # noqa: BLE001 - the adapter's and the engine's own: the server goes on
+            failed = QuarantineFailed(
+                request="",
+                error=f"{type(error).__name__}: {error}",
+                incident=wanted.incident,
+                group=wanted.group,
+                pages=wanted.pages,
+            )
+            self.emit(failed)
 
     def suppress(self, role: str, *, suppressed: bool = True) -> None:
         """Stop launching one role, to see that health reports it. For tests and drills.

@@ -492,13 +492,27 @@ class RequestQuarantined(Event, frozen=True, kw_only=True, gc=False, tag="reques
     action: str
     tokens_left: int = 0
     """tokens that had been handed to the client before"""
+    tokens_dropped: int = 0
+    """tokens that had been generated and were thrown away"""
+    incident: str = ""
+
+
+class PagesQuarantined(Event, frozen=True, kw_only=True, gc=False, tag="pages.quarantined"):
+    """Pages left the prefix index: bad ones, and those computed from them. Idle ones are free again."""
+
+    group: str
+    pages: tuple[int, ...]
+    incident: str = ""
 
 
 class QuarantineFailed(Event, frozen=True, kw_only=True, gc=False, tag="quarantine.failed"):
-    """The engine could not do it."""
+    """The engine could not do it. ``request`` is empty where it failed as a whole."""
 
     request: str
     error: str
+    incident: str = ""
+    group: str = ""
+    pages: tuple[int, ...] = ()
 
 
 class UnknownEvent(Event, frozen=True, kw_only=True, tag="unknown"):

@@ -18,12 +18,16 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Take ``requests``, and all live requests whose tables hold ``pages`` of ``group``, out of service."""
+    """Take ``requests``, and all live requests whose tables hold ``pages`` of ``group``, out of service.
+
+    ``forward``: the one that found it. Who got a page, or began, later than that is not concerned.
+    """
 
     incident: str
     requests: tuple[str, ...] = ()
     group: str = ""
     pages: tuple[int, ...] = ()
+    forward: int = 0
 
 
 class Mailbox:
@@ -64,5 +68,10 @@ class Mailbox:
 def _merge(before: Quarantine | None, new: Quarantine) -> Quarantine:
     if before is None:
         return new
-    requests = tuple(dict.fromkeys(before.requests + new.requests))
-    return replace(before, requests=requests, pages=tuple(dict.fromkeys(before.pages + new.pages)))
+    return replace(
+        before,
+        requests=tuple(dict.fromkeys(before.requests + new.requests)),
+        pages=tuple(dict.fromkeys(before.pages + new.pages)),
+        # The later one: rather is somebody healed who need not be than a bad page left in service.
+        forward=max(before.forward, new.forward),
+    )

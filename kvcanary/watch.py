@@ -133,7 +133,7 @@ class Watch:
         from kvcanary.engines.base import find_adapter
 
         adapter = find_adapter(self._engine)
-        if self._config.mode == "quarantine" and not getattr(adapter, "quarantines", False):
+        if self._config.mode == "quarantine" and not adapter.quarantines:
             raise no_quarantine(adapter.name)
         canary = Canary(self._config, observers=self._observers)
         try:

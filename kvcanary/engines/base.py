@@ -73,6 +73,14 @@ class Adapter(Protocol):
         """Which of :data:`FACTS` it delivers; checks that need others are reported as unarmed."""
         ...
 
+    @property
+    def quarantines(self) -> bool:
+        """Whether it can take requests and pages out of service; mode ``quarantine`` is refused where it cannot.
+
+        One that can passes ``quarantine=`` to :meth:`kvcanary.canary.Canary.bind`.
+        """
+        ...
+
     def matches(self, engine: object) -> bool:
         """Whether it knows engines of this type. Looks at the type's names only and imports no engine."""
         ...
@@ -133,7 +141,8 @@ def _checked(found: object, where: str) -> Adapter:
     if isinstance(found, Adapter):
         return found
     raise ConfigError(
-        f"{where} makes a {type(found).__qualname__}, which lacks name, facts, matches or attach of an adapter"
+        f"{where} makes a {type(found).__qualname__}, which lacks name, facts, quarantines, matches or attach of an "
+        "adapter"
     )
 
 

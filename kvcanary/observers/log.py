@@ -25,6 +25,7 @@ from kvcanary.events import (
     KernelStalled,
     ObserverFailed,
     OwnershipViolated,
+    PagesQuarantined,
     QuarantineFailed,
     QuarantineRequested,
     RequestQuarantined,
@@ -58,6 +59,7 @@ DEFAULT_INTERESTS: tuple[type[Event], ...] = (
     ObserverFailed,
     QuarantineRequested,
     RequestQuarantined,
+    PagesQuarantined,
     QuarantineFailed,
 )
 

@@ -20,6 +20,7 @@ from kvcanary.events import (
     KernelStalled,
     ObserverFailed,
     OwnershipViolated,
+    PagesQuarantined,
     QuarantineFailed,
     QuarantineRequested,
     RequestQuarantined,
@@ -49,6 +50,7 @@ _LEVELS: dict[type[Event], str] = {
     SnapshotsSkipped: "warning",
     QuarantineRequested: "warning",
     RequestQuarantined: "warning",
+    PagesQuarantined: "warning",
 }
 
 

@@ -224,7 +224,7 @@ class ViolationsFold:
             seen.update(("request", request) for request in new)
             seen.update({(finding.group, finding.page)} if bad else ())
         pages = (finding.page,) if bad else ()
-        self._mailbox.post(Quarantine(incident.name, new, finding.group, pages))
+        self._mailbox.post(Quarantine(incident.name, new, finding.group, pages, finding.forward))
         yield QuarantineRequested(
             **stamp(finding, self.name), incident=incident.name, requests=new, group=finding.group, pages=pages
         )

@@ -45,7 +45,7 @@ def pool_groups(config: Any) -> int:
 class Served:
     """A manager over a tiny model."""
 
-    def __init__(self, kind: str, *, asynchronous: bool = False, **options: Any) -> None:
+    def __init__(self, kind: str, *, asynchronous: bool = False, sampled: bool = True, **options: Any) -> None:
         from transformers import GenerationConfig
 
         self.random = random.Random(3)
@@ -58,7 +58,7 @@ class Served:
             "use_async_batching": asynchronous,
         }
         self.batching = batching(8, **{**settings, **options})
-        self.generation = GenerationConfig(max_new_tokens=12, do_sample=True, eos_token_id=-1, pad_token_id=0)
+        self.generation = GenerationConfig(max_new_tokens=12, do_sample=sampled, eos_token_id=-1, pad_token_id=0)
         self.manager = self.new_manager()
         self.outputs: dict[str, Any] = {}
 

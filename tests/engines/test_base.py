@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvcanary
 from kvcanary.engines import base
 from kvcanary.engines.base import FACTS, Patches, find_adapter, unarmed_checks
 from kvcanary.errors import ConfigError
@@ -28,6 +29,7 @@ class Engine:
 class EngineAdapter:
     name = "toy"
     facts = FACTS - {"publish", "weights"}
+    quarantines = False
 
     def matches(self, engine: object) -> bool:
         return isinstance(engine, Engine)
@@ -146,3 +148,9 @@ def test_looking_for_an_adapter_imports_neither_torch_nor_an_engine() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"
+
+
+def test_quarantine_is_refused_for_an_engine_whose_adapter_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "entry_points", lambda group: [Entry(EngineAdapter)])
+    with pytest.raises(ConfigError, match="mode 'quarantine': the toy adapter can neither heal nor abort"):
+        kvcanary.watch(Engine(), mode="quarantine").start()

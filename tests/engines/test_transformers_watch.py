@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcanary import CanaryConfig, ConfigError, watch
+from kvcanary import CanaryConfig, watch
 from kvcanary.events import (
     EventsDropped,
     IncidentOpened,
@@ -147,11 +147,3 @@ def test_off_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_quarantine_is_refused_before_anything_is_touched() -> None:
-    with serve() as engine:
-        before = dict(vars(engine.manager))
-        with pytest.raises(ConfigError, match="neither heal nor abort"), watch(engine.manager, mode="quarantine"):
-            pass
-        assert dict(vars(engine.manager)) == before

@@ -225,7 +225,7 @@ def test_quarantine_asks_for_the_request_its_victim_and_the_page_once() -> None:
     assert isinstance(asked, QuarantineRequested)
     assert (asked.requests, asked.group, asked.pages) == (("b", "a"), "full", (3,))
     assert mailbox.error is None
-    assert mailbox.take_quarantines() == [Quarantine(opened.incident, ("b", "a"), "full", (3,))]
+    assert mailbox.take_quarantines() == [Quarantine(opened.incident, ("b", "a"), "full", (3,), foreign.forward)]
     assert not [e for e in feed(guard, foreign) if isinstance(e, QuarantineRequested)]
     assert not mailbox.pending
 

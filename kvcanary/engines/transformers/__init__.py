@@ -24,6 +24,9 @@ class TransformersAdapter:
     name = "transformers"
     facts = frozenset({"admit", "finish", "preempt", "rewind", "alloc", "free", "publish", "evict", "reuse", "move"})
 
+    quarantines = True
+    """From 5.18 on; :meth:`attach` refuses the mode with an older release."""
+
     def matches(self, engine: object) -> bool:
         """Whether a class of continuous batching is among the bases of the engine's type."""
         return any(

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.engines.base import Patches
-from kvcanary.engines.transformers.contract import check_manager, check_version
+from kvcanary.engines.transformers.contract import check_manager, check_mode, check_version
 from kvcanary.engines.transformers.pool_watch import PoolWatch
 from kvcanary.errors import ConfigError
 
@@ -27,6 +27,7 @@ def attach(engine: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[],
     import transformers
 
     check_version(transformers.__version__)
+    check_mode(transformers.__version__, canary.config.mode)
     is_manager = any(base.__qualname__ == "ContinuousBatchingManager" for base in type(engine).__mro__)
     make = _ManagerWatch if is_manager else _ModelWatch
     watch = make(engine, canary, unarmed)

@@ -93,6 +93,25 @@ _GROUP_MANAGER: _Names = {
     "fork_blocks": ("parent_request_id", "children_request_ids", "block_manager"),
     "block_table": None,
 }
+_QUARANTINE: _Names = {
+    "update_batch": (),
+    "prepare_next_batch": (),
+    "cache.free_blocks": ("request_id",),
+    "scheduler.add_waiting_request": ("state",),
+    "scheduler.waiting_requests_order": None,
+    "scheduler.block_new_requests": None,
+    "scheduler._requests_to_fork": None,
+    "offloading_manager.free_request_cpu_cache": ("state",),
+    "output_router.fail_and_deliver": ("state", "error"),
+}
+_QUARANTINE_ALLOCATOR: _Names = {
+    "mark_complete_blocks": ("request_id",),
+    "pool.free_blocks": ("index", "block_ids"),
+    "ledger.cached_blocks": None,
+    "ledger.hash_to_block": None,
+}
+_QUARANTINE_BUFFERS: _Names = {"requests_in_batch": None, "req_id_to_new_token_position": None}
+_QUARANTINE_STATE = ("create_equivalent_initial_request", "get_request_config", "streaming", "_true_initial_tokens")
 _STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "is_cpu_offloaded")
 
 
@@ -114,6 +133,15 @@ def check_version(version: str) -> None:
             f"transformers {version} is newer than {_dotted(NEWEST)}, the last release that kvcanary was tested with; "
             "names are checked and a token is written and read back, but a change of meaning would go unnoticed",
             stacklevel=2,
+        )
+
+
+def check_mode(version: str, mode: str) -> None:
+    """Raises ConfigError when a release cannot do what the mode asks for."""
+    if mode == "quarantine" and version.startswith("5.17."):
+        raise ConfigError(
+            f"mode 'quarantine': transformers {version} keeps its prefix index inside its blocks, from which the "
+            "adapter cannot take a page; use transformers>=5.18, or mode 'log' or 'raise'"
         )
 
 
@@ -140,11 +168,28 @@ def check_processor(processor: Any, version: str) -> None:
     _refuse(missing, version)
 
 
-def _missing_in_states() -> list[str]:
+def check_quarantine(processor: Any, version: str) -> None:
+    """Raises ConfigError when a batch processor lacks something by which requests and pages are taken out."""
+    missing = _missing(processor, _QUARANTINE, "batch_processor")
+    for name, allocator in processor.cache.cache_allocators.items():
+        missing += _missing(allocator, _QUARANTINE_ALLOCATOR, f"cache_allocators[{name!r}]")
+    buffers = processor.inputs_and_outputs
+    for item in [pair.host_io for pair in buffers.io_pairs] if hasattr(buffers, "io_pairs") else [buffers]:
+        missing += _missing(item, _QUARANTINE_BUFFERS, "inputs_and_outputs")
+    _refuse(missing + _missing_in_state(_QUARANTINE_STATE), version)
+
+
+def _missing_in_state(names: tuple[str, ...]) -> list[str]:
     from transformers.generation.continuous_batching import requests
 
     fields = set(getattr(requests.RequestState, "__dataclass_fields__", ())) | set(dir(requests.RequestState))
-    missing = [f"RequestState.{name}" for name in _STATE if name not in fields]
+    return [f"RequestState.{name}" for name in names if name not in fields]
+
+
+def _missing_in_states() -> list[str]:
+    from transformers.generation.continuous_batching import requests
+
+    missing = _missing_in_state(_STATE)
     future = set(inspect.signature(requests.FutureRequestState.__init__).parameters)
     return missing + [f"FutureRequestState.{name}" for name in ("state", "query_length") if name not in future]
 

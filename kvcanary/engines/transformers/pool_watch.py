@@ -11,7 +11,8 @@ import torch
 
 from kvcanary.engines.base import Patches
 from kvcanary.engines.transformers.block_pool import BlockPool
-from kvcanary.engines.transformers.contract import check_processor
+from kvcanary.engines.transformers.contract import check_processor, check_quarantine
+from kvcanary.engines.transformers.quarantine import Healer
 from kvcanary.engines.transformers.requests import Facts, Requests
 from kvcanary.engines.transformers.rows import Rows
 from kvcanary.engines.transformers.sector_pool import SectorPool
@@ -64,6 +65,7 @@ class PoolWatch:
             self._facts = Facts(canary)
             self._requests = Requests(canary, self._facts, processor.scheduler, pool, max_rows)
             self._rows = Rows(self._requests, pool.views, batch_rows, layout.device)
+            healer = self._healer = self._make_healer()
             canary.bind(
                 layout,
                 max_tokens=int(cache.max_batch_tokens),
@@ -72,6 +74,7 @@ class PoolWatch:
                 engine="transformers",
                 engine_version=self._version,
                 unarmed=self._unarmed,
+                quarantine=None if healer is None else healer.take,
                 stream=self._stream,
                 ranks={"tp_rank": rank},
             )
@@ -90,6 +93,12 @@ class PoolWatch:
             self._bound = False
             self._canary.unbind()
 
+    def _make_healer(self) -> Healer | None:
+        if self._canary.config.mode != "quarantine":
+            return None
+        check_quarantine(self.processor, self._version)
+        return Healer(self._canary, self.processor, self._requests, self._gate)
+
     @property
     def has_graphs(self) -> bool:
         """Whether graphs were captured that contain the canary."""
@@ -100,6 +109,8 @@ class PoolWatch:
         # What names a request comes before what tells its blocks, and the launch comes last: the engine may run.
         self._requests.wire(patches, self.processor.offloading_manager)
         pool.wire(patches, self._canary, self._facts, self._requests)
+        if self._healer is not None:
+            self._healer.wire(patches)
         patches.wrap(io, "prepare_batch_tensors", self._prepare_batch_tensors)
         patches.wrap(runner, "warmup", self._warmup)
         before, after = self._before, self._after

@@ -57,6 +57,8 @@ class _Live:
     state: Any
     """the engine's; None for a forked child until it is first scheduled"""
     preempted: bool = False
+    since: int = 0
+    """the next forward when it was admitted"""
 
 
 class Requests:
@@ -121,6 +123,11 @@ class Requests:
         if self._facts.enabled and child not in self._live:
             self._admit(child, None, parent, length)
 
+    def since(self, request: str) -> int:
+        """The forward since which a request is live; the next one if it is not yet."""
+        live = self._live.get(request)
+        return self._canary.next_forward if live is None else live.since
+
     def state_of(self, request: str) -> Any:
         """The engine's state of a request that waits or runs."""
         return self._scheduler.active_requests.get(request) or self._scheduler.waiting_requests.get(request)
@@ -129,7 +136,7 @@ class Requests:
         if len(self._live) >= self._max_rows and self._preempted and request not in self._live:
             self._end(next(iter(self._preempted)), None)
         row = self._facts(self._canary.admit, request, tokens=known_tokens(knows, length), start=length)
-        live = self._live[request] = _Live(-1 if row is None else row, state)
+        live = self._live[request] = _Live(-1 if row is None else row, state, since=self._canary.next_forward)
         self._preempted.pop(request, None)
         for group, blocks in self._matches.pop(request, ()):
             self._facts(self._canary.reuse, group, request, blocks)
@@ -148,6 +155,12 @@ class Requests:
             self._end(request, state.initial_tokens + state.generated_tokens)
         else:
             self._end(request, None)
+
+    def restarted(self, request: str) -> None:
+        """The request went back to its queue with nothing; it is admitted anew."""
+        self._matches.pop(request, None)
+        self._saved.pop(request, None)
+        self._preempt(request)
 
     def forget(self) -> None:
         """All requests are gone: a new session on the same pool."""
