@@ -45,6 +45,7 @@ class Binding:
         self._pending: list[DeviceFact] = []
         self._late: deque[DeviceFact] = deque()
         self._stream: Any = None
+        self._places: dict[str | int, tuple[int, str, int]] = {}
 
     @property
     def bound(self) -> bool:
@@ -142,8 +143,10 @@ class Binding:
         self._registry = Registry(max_rows)
         self._pending.clear()
         self._late.clear()
+        self._places.clear()
         self.next_forward = 1
 
     def _leave_pool(self) -> None:
         self._layout = self._state = None
+        self._places.clear()
         self._armed = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ Quarantiner = Callable[[Quarantine], Iterable[Event]]
 """An adapter's hand: takes requests and pages out of service, says what it did."""
 
 _ROLES = {role.name.lower(): role for role in Role}
-_NAMES = {role: name for name, role in _ROLES.items()}
 
 
 class Canary(Lifecycle, Tools):
@@ -61,15 +60,13 @@ class Canary(Lifecycle, Tools):
         self._due = dict.fromkeys(_ROLES, 0)
         self._quarantiner: Quarantiner | None = None
         self._step = _Step(self, self._begin_step, self._end_step)
+        self._cuda = False
+        self._scrub_budget = 0
         self._reset_step()
 
     def _reset_step(self) -> None:
-        self._depth = 0
-        self._entered = 0
-        self._rows = 0
-        self._tokens = 0
-        self._host_ns = 0
-        self._replayed = False
+        self._depth = self._entered = self._rows = self._tokens = self._host_ns = 0
+        self._replayed = self._counted = False
         self._part = DEFAULT_PART
 
     # --- being attached -----------------------------------------------------------------------------------
@@ -118,6 +115,8 @@ class Canary(Lifecycle, Tools):
             raise
         self._quarantiner = quarantine
         self._stream = stream
+        self._cuda = layout.device.type == "cuda"
+        self._scrub_budget = self._scrub_bytes
         self._due = dict.fromkeys(_ROLES, 0)
         self._full = tuple(i for i, g in enumerate(layout.groups) if g.ring is None)
         self._rings = tuple(i for i, g in enumerate(layout.groups) if g.ring is not None)
@@ -215,7 +214,9 @@ class Canary(Lifecycle, Tools):
         batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
         self._depth = 1
         self._part = part
-        self._entered += not self._capturing()
+        # A captured forward runs at its replays, which count it.
+        self._counted = not self._capturing()
+        self._entered += self._counted
         self._rows, self._tokens = batch.num_rows, batch.num_tokens
         self._entry(batch)
         self._host_ns += time.perf_counter_ns() - began
@@ -232,11 +233,11 @@ class Canary(Lifecycle, Tools):
         if self._depth or self._state is None:  # None: it was stopped within the forward
             return
         began = time.perf_counter_ns()
-        scrub = 0 if Role.SCRUB in self._suppressed else self._scrub_bytes
+        scrub = 0 if Role.SCRUB in self._suppressed else self._scrub_budget
         part = self._part if self.config.fingerprint == "full" else ""
-        self._count(Role.SEAL)
-        if self._scrub_bytes:
-            self._count(Role.SCRUB)
+        if self._counted:
+            self._due["seal"] += 1
+            self._due["scrub"] += self._scrub_budget > 0
         if Role.SEAL in self._suppressed:
             self._kernels.abandon(self.state)
         else:
@@ -252,8 +253,9 @@ class Canary(Lifecycle, Tools):
     def _entry(self, batch: ForwardBatch) -> None:
         """Mark then check; for rings check then mark, since their layers read the old window before they write."""
         kernels, state = self._kernels, self.state
-        self._count(Role.MARK)
-        self._count(Role.CHECK)
+        if self._counted:
+            self._due["mark"] += 1
+            self._due["check"] += 1
         marks = Role.MARK not in self._suppressed
         if marks and self._full:
             kernels.mark(state, batch, self._full, first=True)
@@ -263,7 +265,7 @@ class Canary(Lifecycle, Tools):
             kernels.mark(state, batch, self._rings, first=not self._full)
         every = self.config.swa_divergence_every
         if every and self._window_pair is not None:
-            self._count(Role.WINDOW, due=self.next_forward % every == 0)
+            self._due["window"] += self._counted and self.next_forward % every == 0
             if Role.WINDOW not in self._suppressed:
                 kernels.window(state, batch, *self._window_pair, every=every)
 
@@ -271,35 +273,40 @@ class Canary(Lifecycle, Tools):
         began = time.perf_counter_ns()
         if self.mailbox.pending:
             self.check()
-        if not self.bound:
+        if self._state is None:
             return
         self._reset_step()
-        self._ring.in_step = True
-        self._launch_facts()
-        self.facts.step(self.next_forward, self._ring.retired)
+        ring = self._ring
+        ring.in_step = True
+        if self._pending or self._late:
+            self._launch_facts()
+        self.facts.step(self.next_forward, ring.retired)
         self._host_ns += time.perf_counter_ns() - began
 
     def _end_step(self, error: type[BaseException] | None) -> None:
-        if not self.bound:
+        if self._state is None:
             return
         began = time.perf_counter_ns()
-        self._ring.in_step = False
-        self.abandon()  # what was entered and not left: the model raised, or an adapter lost its leave()
+        ring = self._ring
+        ring.in_step = False
+        if self._depth:
+            self.abandon()  # what was entered and not left: the model raised, or an adapter lost its leave()
         forwards = self._entered
         if forwards == 0 and error is None and self._replayed:
             # A graph replay runs the captured launches without this thread: what was due is known all the same.
             forwards = 1
-            for role in (Role.MARK, Role.CHECK, Role.SEAL) + ((Role.SCRUB,) if self._scrub_bytes else ()):
-                self._due[_NAMES[role]] += 1
+            for role in ("mark", "check", "seal"):
+                self._due[role] += 1
+            self._due["scrub"] += self._scrub_budget > 0
         if forwards == 0:
             self.facts.launched_nothing()
             return
-        last = self.next_forward + forwards - 1
-        due = dict(self._due)
-        self.facts.launched(self.next_forward, self._ring.retired, self._rows, self._tokens, forwards, due)
-        self.next_forward = last + 1
+        first = self.next_forward
+        self.next_forward = first + forwards
+        due = self._due.copy()
+        self.facts.launched(first, ring.retired, self._rows, self._tokens, forwards, due)
         self._host_ns += time.perf_counter_ns() - began
-        self._ring.push(last, time.monotonic_ns(), self._host_ns, due, self._stream)
+        ring.push(first + forwards - 1, time.monotonic_ns(), self._host_ns, due, self._stream)
         self.drain.wake()
 
     def replayed(self) -> None:
@@ -344,23 +351,24 @@ class Canary(Lifecycle, Tools):
 
     # --- small helpers ------------------------------------------------------------------------------------
 
-    def _count(self, role: Role, *, due: bool = True) -> None:
-        if due and not self._capturing():
-            self._due[_NAMES[role]] += 1
-
     def _capturing(self) -> bool:
-        return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _launch_facts(self) -> None:
         while self._late:
             self._pending.append(self._late.popleft())
         if not self._pending or self._state is None:
             return
-        self._count(Role.FACTS)
+        self._due["facts"] += not self._capturing()
         pending, self._pending = self._pending, []  # what is refused once must not be refused at every later step
-        if Role.FACTS not in self._suppressed:
-            with self._on_stream():
-                self._kernels.facts(self._state, pending)
+        if Role.FACTS in self._suppressed:
+            return
+        stream = self._stream
+        if stream is None or torch.cuda.current_stream(stream.device) == stream:
+            self._kernels.facts(self._state, pending)
+            return
+        with self._on_stream():
+            self._kernels.facts(self._state, pending)
 
 
 class _Step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvcanary.errors import ConfigError
 from kvcanary.events import (
@@ -79,6 +79,8 @@ class FactRecorder:
         self._calls: deque[Call | Stamp] = deque()
         self._lost: list[int] = []  # count, first and last forward
         self._forward = 1
+        self._unstamped = False
+        """something was recorded since the last stamp"""
         self._joined: list[str] = []
         self._left: list[str] = []
 
@@ -93,11 +95,12 @@ class FactRecorder:
         Raises:
             ConfigError: no such kind.
         """
-        held = tuple(pages)  # the caller goes on writing into its list
-        if self.enabled and held:
+        if self.enabled and len(pages):
+            held = tuple(pages)  # the caller goes on writing into its list
             if len(self._calls) >= self._room:
                 self._lose()
                 return
+            self._unstamped = True
             self._calls.append(PagesCall(PAGE_KINDS[kind], self.retired, group, request, held))
 
     def pages_each(self, kind: str, group: str, requests: Sequence[str], pages: Sequence[int]) -> None:
@@ -172,6 +175,7 @@ class FactRecorder:
             if len(self._calls) >= self._room:
                 self._lose()
                 return
+            self._unstamped = True
             self._calls.append(call)
 
     def _lose(self) -> None:
@@ -180,19 +184,24 @@ class FactRecorder:
         lost = self._lost or [0, self._forward, 0]
         self._lost = [lost[0] + 1, lost[1], self._forward]
 
-    def _stamp(self, forward: int) -> None:
+    def _stamp(self, forward: int, time_ns: int = 0, monotonic_ns: int = 0) -> None:
         """Close a window: the calls since the last one hold from ``forward``. Losses are told once there is room."""
         self._forward = forward
-        stamp = Stamp(forward, time.time_ns(), time.monotonic_ns())
         if self._lost and len(self._calls) < self._capacity:
             count, first, last = self._lost
             self._lost = []
             self._room = self._capacity
-            event = FactsLost(forward=forward, count=count, first_forward=first, last_forward=last)
-            self._calls.append(EventCall(type(event), self.retired, event))
+            self._put(
+                EventCall(
+                    FactsLost,
+                    self.retired,
+                    FactsLost(forward=forward, count=count, first_forward=first, last_forward=last),
+                )
+            )
         # Above the bound every call has its stamp already: an engine whose reader is gone must not fill the memory.
-        if len(self._calls) <= self._capacity:
-            self._calls.append(stamp)
+        if self._unstamped and len(self._calls) <= self._capacity:
+            self._unstamped = False
+            self._calls.append(Stamp(forward, time_ns or time.time_ns(), monotonic_ns or time.monotonic_ns()))
 
 
 class FactLog(FactRecorder):
@@ -224,28 +233,33 @@ class FactLog(FactRecorder):
             self._stamp(forward)
 
     def launched(  # noqa: PLR0917 - the columns of one fact
-        self, forward: int, retired: int, rows: int, tokens: int, forwards: int, due: Mapping[str, int]
+        self, forward: int, retired: int, rows: int, tokens: int, forwards: int, due: dict[str, int]
     ) -> None:
-        """The step's forwards, ``forward`` the first, are on the device's queue. Engine's thread."""
+        """The step's forwards, ``forward`` the first, are on the device's queue. Engine's thread.
+
+        ``due`` is kept as it is; the caller does not change it any more.
+        """
         if not self.enabled:
             return
         self.retired = retired
+        time_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
         event = ForwardLaunched(
-            time_ns=time.time_ns(),
-            monotonic_ns=time.monotonic_ns(),
+            time_ns=time_ns,
+            monotonic_ns=monotonic_ns,
             forward=forward,
-            retired=self.retired,
+            retired=retired,
             rows=rows,
             tokens=tokens,
             joined=tuple(self._joined),
             left=tuple(self._left),
             forwards=forwards,
-            due=dict(due),
+            due=due,
         )
-        self._joined.clear()
-        self._left.clear()
-        self._put(EventCall(type(event), self.retired, event))
-        self._stamp(forward + forwards)
+        if self._joined or self._left:
+            self._joined.clear()
+            self._left.clear()
+        self._put(EventCall(ForwardLaunched, retired, event))
+        self._stamp(forward + forwards, time_ns, monotonic_ns)
         self._in_step = False
 
     def launched_nothing(self) -> None:

@@ -298,7 +298,7 @@ class PoolLayout:
             if owner is not None and (owner.num_slots, owner.page_size) != (group.num_slots, group.page_size):
                 raise LayoutError(f"group {group.name!r} shares {owner.name!r} but differs in num_slots or page_size")
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of all sources."""
         return next(source.tensor.device for group in self.groups for source in group.sources)
@@ -312,19 +312,19 @@ class PoolLayout:
             spaces.append(i if group.shares is None else spaces[index[group.shares]])
         return tuple(spaces)
 
+    @cached_property
+    def _numbers(self) -> dict[str | int, int]:
+        return {key: i for i, group in enumerate(self.groups) for key in (group.name, i)}
+
     def index(self, group: str | int) -> int:
         """The number of a group given by name or number.
 
         Raises:
             LayoutError: there is no such group.
         """
-        if isinstance(group, int):
-            if 0 <= group < len(self.groups):
-                return group
-        else:
-            for i, candidate in enumerate(self.groups):
-                if candidate.name == group:
-                    return i
+        number = self._numbers.get(group) if isinstance(group, str | int) else None
+        if number is not None:
+            return number
         raise LayoutError(f"no attention group {group!r}; this layout has {[g.name for g in self.groups]}")
 
     @cached_property

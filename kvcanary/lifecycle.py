@@ -194,9 +194,10 @@ class Lifecycle(Reporting):
                 raise BatchError(f"transfer {transfer!r}: direction must be 'in' or 'out', got {direction!r}")
             pages = self._checked(group, pages)
             self.facts.retired = self._retired()  # an unordered copy is judged by what is done by now
+            index = self.layout.index(group)
             if direction == "in":
-                self._page_fact(FactOp.WIPE, group, request, pages)
-            name = self.layout.groups[self.layout.index(group)].name
+                self._page_fact(FactOp.WIPE, index, request, pages)
+            name = self.layout.groups[index].name
             self.facts.transfer_started(transfer, name, request or "", _host(pages), direction, ordered=ordered)
         elif event == "landed":
             self.facts.transfer_landed(transfer)
@@ -298,17 +299,29 @@ class Lifecycle(Reporting):
             self.feed.compute_base(entry, tuple(tokens[:length]), self._late)
 
     def _tell(self, kind: str, op: FactOp | None, group: str | int, request: str | None, pages: Pages) -> None:
-        """One lifecycle call about pages: a fact for the device, where one is due, and one for the host."""
-        index = self.layout.index(group)
-        pages = self._checked(index, pages)
+        """One lifecycle call about pages: a fact for the device, where one is due, and one for the host.
+
+        As many calls as rows that grow: what can be looked up is, and the usual one makes no call that it need not.
+        """
+        index, name, num_pages = self._places.get(group) or self._place(group)
+        if type(pages) is list and len(pages) == 1 and type(pages[0]) is int and 0 <= pages[0] < num_pages:
+            pages = (pages[0],)
+        else:
+            pages = self._checked(index, pages)
         if op is not None:
             self._page_fact(op, index, request, pages)
-        self._log_pages(kind, index, request, pages)
+        self.facts.pages(kind, name, request or "", pages if type(pages) is tuple else _host(pages))
+
+    def _place(self, group: str | int) -> tuple[int, str, int]:
+        """A group's number, name and pages."""
+        index = self.layout.index(group)
+        item = self.layout.groups[index]
+        return self._places.setdefault(group, (index, item.name, item.num_pages))
 
     def _page_fact(
         self,
         op: FactOp,
-        group: str | int,
+        group: int,
         request: str | None,
         pages: Pages,
         *,
@@ -317,14 +330,15 @@ class Lifecycle(Reporting):
     ) -> None:
         if len(pages) == 0:
             return
-        entry = self.registry.get(request) if request else None
-        tag = entry.tag if entry is not None else 0
-        index = self.layout.index(group)
-        self._pending.append(DeviceFact(op, group=index, pages=pages, targets=targets, tag=tag, records=records))
+        entry = self._registry.get(request) if request else None
+        # By position: keywords cost more than the rest of the call, and there are as many as rows that grow.
+        fact = DeviceFact(op, group, pages, targets, -1, 0 if entry is None else entry.tag)
+        if records is not None:
+            fact.records = records
+        self._pending.append(fact)
 
-    def _log_pages(self, kind: str, group: str | int, request: str | None, pages: Pages) -> None:
-        index = self.layout.index(group)
-        self.facts.pages(kind, self.layout.groups[index].name, request or "", _host(pages))
+    def _log_pages(self, kind: str, group: int, request: str | None, pages: Pages) -> None:
+        self.facts.pages(kind, self.layout.groups[group].name, request or "", _host(pages))
 
 
 def _host(pages: Pages) -> Sequence[int]:

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
 from kvcanary.errors import BatchError, ConfigError, LayoutError
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout, Run
 from tests.canary.conftest import Bench
@@ -34,6 +37,51 @@ def test_a_batch_whose_tensors_disagree_is_refused_and_names_the_field(
     changes: dict[str, Any] = {field: value}
     with pytest.raises(BatchError, match=says):
         bench.canary.enter(dataclasses.replace(batch, **changes))
+
+
+TENSORS = st.one_of(
+    st.none(),
+    st.just("no tensor"),
+    st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from([torch.int32, torch.int64, torch.float32]),
+    ),
+    st.builds(lambda length: torch.zeros(length, dtype=torch.int32, device="meta"), st.integers(0, 3)),
+)
+
+
+def like(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Objects of a batch's classes with anything in their tensors, mostly what fits two rows of two tokens."""
+    fits = {"query_start_loc": 3, "row_offsets": 3, "num_requests": 1}
+
+    def tensor(name: str) -> st.SearchStrategy[Any]:
+        return st.one_of(*[st.just(torch.zeros(fits.get(name, 2), dtype=torch.int32))] * 6, TENSORS)
+
+    known: dict[str, st.SearchStrategy[Any]] = {
+        "unit": st.sampled_from(["page", "slot", "page", "byte"]),
+        "covers_new": st.booleans(),
+        "linked": st.booleans(),
+        "entries": st.one_of(st.just(torch.zeros(2, 4, dtype=torch.int32)), tensor("entries")),
+    }
+    if kind is GroupBatch:
+        known["table"] = st.one_of(st.none(), like(PageTable), like(PageTable), st.just("no table"))
+    if kind is ForwardBatch:
+        known["groups"] = st.one_of(
+            *[st.tuples(like(GroupBatch))] * 4, st.tuples(st.one_of(st.none(), st.just(7))), st.lists(like(GroupBatch))
+        )
+    return st.builds(kind, **{f.name: known.get(f.name, tensor(f.name)) for f in dataclasses.fields(kind)})
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=like(ForwardBatch))
+def test_the_first_look_at_a_batch_accepts_nothing_that_the_full_one_refuses(bench: Bench, batch: ForwardBatch) -> None:
+    try:
+        batch._judge(bench.canary.layout, 512, 16)
+        accepted = True
+    except BatchError:
+        accepted = False
+    assert batch._fits(bench.canary.layout, 512, 16) is accepted
 
 
 def test_the_engine_goes_on_after_a_refused_batch(bench: Bench) -> None:
