@@ -137,7 +137,10 @@ class Canary(Lifecycle, Tools):
         """Leave the pool: launch what is pending, have the last snapshot collected. The drain goes on."""
         if not self.bound:
             return
-        self._launch_facts()
+        try:
+            self._launch_facts()
+        except Exception as error:  # noqa: BLE001 - a CUDA error is data: what is known on the host is still told
+            self.feed.break_off(error)
         self.facts.step(self.next_forward, self._ring.retired)
         self.feed.end(dict(self._due))
         self.drain.flush(self.config.flush_deadline_s)
@@ -323,7 +326,7 @@ class Canary(Lifecycle, Tools):
         for wanted in self.mailbox.take_quarantines():
             self._carry_out(wanted)
         if self.mailbox.error is not None:
-            raise self.mailbox.error
+            raise self.mailbox.error.with_traceback(None)  # or it would grow with every step of an engine that goes on
 
     def _carry_out(self, wanted: Quarantine) -> None:
         try:
@@ -360,7 +363,8 @@ class Canary(Lifecycle, Tools):
         if not self._pending or self._state is None:
             return
         self._due["facts"] += not self._capturing()
-        pending, self._pending = self._pending, []  # what is refused once must not be refused at every later step
+        pending = self._pending[:]
+        del self._pending[: len(pending)]  # first: what is refused once must not be refused at every later step
         if Role.FACTS in self._suppressed:
             return
         stream = self._stream

@@ -27,6 +27,8 @@ MOST_AT_ONCE = 1024
 _REPORTS_PER_SECOND = 10
 _CLOSE_SECONDS = 1.0
 _TURN_SECONDS = 0.002  # how long an asynchronous sink that never waits may keep its loop from the others
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 0.05, 5.0
+"""Between a failure and the next opening of a sink that is restarted; each failure in a row doubles it."""
 _ACTIONS = {"continue": "continued", "restart": "restarted", "stop": "stopped"}
 
 
@@ -71,6 +73,7 @@ class Outlet:
         self._state = "running"
         self._opened = False
         self._in_a_row = self._failures = 0
+        self._rest = 0.0
         self._delivered = self._failed = 0
         self._left_behind: int | None = None
         self._budget = _Budget()
@@ -213,6 +216,8 @@ class Outlet:
         turn = time.monotonic()
         await self._open_early()
         while self._state == "running":
+            if self._rest:
+                await self._recover()
             batch, count = self._queue.take(limit)
             if one_by_one:
                 for event in batch:  # the announcement of a gap may come first; it is no event of the run
@@ -253,8 +258,15 @@ class Outlet:
             self._queue.close()
         elif action == "restarted":
             await self._close_sink()
+            self._rest = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2 ** (self._in_a_row - 1))
         if action == "stopped" or self._budget.allows():
             self._tell(failure(self.name, error, event_type, self._failures, action))
+
+    async def _recover(self) -> None:
+        """Leave what failed alone for a while; its queue bounds what it misses. The end of the stream cuts it short."""
+        until, self._rest = time.monotonic() + self._rest, 0.0
+        while (left := until - time.monotonic()) > 0 and self._queue.rest():
+            await self._signal.sleep(left)
 
     async def _open_early(self) -> None:
         """Before the first event, which tries again if this fails."""

@@ -100,8 +100,8 @@ class FactRecorder:
             if len(self._calls) >= self._room:
                 self._lose()
                 return
-            self._unstamped = True
             self._calls.append(PagesCall(PAGE_KINDS[kind], self.retired, group, request, held))
+            self._unstamped = True  # after it: another thread may close the window in between
 
     def pages_each(self, kind: str, group: str, requests: Sequence[str], pages: Sequence[int]) -> None:
         """As :meth:`pages`, with one page for each of many requests: a batch that grew by a page a row.
@@ -175,8 +175,8 @@ class FactRecorder:
             if len(self._calls) >= self._room:
                 self._lose()
                 return
-            self._unstamped = True
             self._calls.append(call)
+            self._unstamped = True
 
     def _lose(self) -> None:
         # What follows a loss is of little use, so the rest of the step is lost with it and recording needs one test.

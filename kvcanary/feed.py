@@ -57,11 +57,14 @@ class Feed:
         self._audits: dict[int, _Audit] = {}
         self._unread: deque[Event] = deque()
         self._ending: dict[str, int] | None = None
+        self._error: Exception | None = None
+        self._gave_up = False
 
     def begin(self, started: RunStarted, ring: SnapshotRing, decoder: Decoder, keys: Keys) -> None:
         """A new run; what the old one left must have been collected before."""
         self._ring, self._decoder, self._keys = ring, decoder, keys
         self._skipped = 0
+        self._error, self._gave_up = None, False
         self._ending = None  # if the drain had no time for the old run's last look, it must not take it at this one
         self._unread.clear()
         self._audits.clear()
@@ -73,7 +76,12 @@ class Feed:
     def in_flight(self) -> bool:
         """Whether a forward's snapshot, a digest or a run's end is still awaited."""
         ring = self._ring
-        return bool(self._bases) or self._ending is not None or (ring is not None and ring.in_flight > 0)
+        return (
+            bool(self._bases)
+            or self._ending is not None
+            or self._error is not None
+            or (ring is not None and ring.in_flight > 0)
+        )
 
     @property
     def queued_facts(self) -> int:
@@ -96,26 +104,42 @@ class Feed:
         """Everything that is ready.
 
         Snapshots are looked at first and put last, so that the launch of a forward, which was recorded before it
-        was fenced, always precedes what was found in it.
+        was fenced, always precedes what was found in it. When the device cannot be read any more, what is known
+        on the host comes first, and the error at the next call.
         """
+        if self._error is not None and self._gave_up:
+            raise self._error
         ending = self._ending  # asked first: what an end that comes later finds may have its launch among later facts
         self._answer_bases()
         ring = self._ring
-        snapshots = ring.poll() if ring is not None else []
+        snapshots = self._look(ring) if ring is not None and self._error is None else []
         if ring is not None:
             self._facts.retired = ring.retired
         self._digest_finished()
-        events: list[Event] = [self._with_digests(fact) for fact in self._facts.take()]
+        broken = self._gave_up = self._error is not None
+        events: list[Event] = [self._with_digests(fact) for fact in self._facts.take(everything=broken)]
         events += [self._unread.popleft() for _ in range(len(self._unread))]
         for snapshot in snapshots:
             events += self._decode(snapshot)
         if ring is not None and ring.skipped > self._skipped:
             events.append(SnapshotsSkipped(count=ring.skipped - self._skipped, **_now()))
             self._skipped = ring.skipped
-        if ending is not None and ring is not None:
+        if ending is not None and ring is not None and not broken:
             events += self._last_look(ring, ending)
             self._ending = self._ring = None
         return events
+
+    def break_off(self, error: Exception) -> None:
+        """The device cannot be used any more: a launch failed. Engine's thread."""
+        self._error = self._error or error
+        self._facts.hurry()
+
+    def _look(self, ring: SnapshotRing) -> list[Snapshot]:
+        try:
+            return ring.poll()
+        except Exception as error:  # noqa: BLE001 - a CUDA error is data
+            self._error = error
+            return []
 
     def end(self, due: dict[str, int]) -> None:
         """The last launch was made: the next :meth:`collect` takes a last look, which waits for the device."""

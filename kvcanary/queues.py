@@ -26,8 +26,8 @@ class Signal(Protocol):
     def wake(self) -> None:
         """Let the consumer's present or next sleep end. Any thread, never blocks."""
 
-    async def sleep(self) -> None:
-        """Until somebody woke it."""
+    async def sleep(self, seconds: float | None = None) -> None:
+        """Until somebody woke it, or so many seconds have passed."""
 
     def close(self) -> None:
         """The consumer has ended."""
@@ -43,9 +43,9 @@ class ThreadSignal:
         self._flag = threading.Event()
         self.wake = self._flag.set
 
-    async def sleep(self) -> None:
+    async def sleep(self, seconds: float | None = None) -> None:
         """Block until somebody woke it; yields to no loop."""
-        self._flag.wait()
+        self._flag.wait(seconds)
         self._flag.clear()
 
     def close(self) -> None:
@@ -69,9 +69,10 @@ class SocketSignal:
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
-    async def sleep(self) -> None:
+    async def sleep(self, seconds: float | None = None) -> None:
         """Until a byte came."""
-        await anyio.wait_readable(self._reader)
+        with anyio.move_on_after(seconds):
+            await anyio.wait_readable(self._reader)
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(64)
 
@@ -148,7 +149,7 @@ class EventQueue:
         self._gap = Gap()
         self._told = 0  # announcements among the items
         self._in_hand = 0
-        self._asleep = False
+        self._asleep = self._resting = False
         self._released = False
 
     @property
@@ -193,6 +194,12 @@ class EventQueue:
         """The consumer is done with what it took."""
         self._in_hand = 0
 
+    def rest(self) -> bool:
+        """The consumer sleeps whatever comes; only :meth:`close` wakes it. False: it is closed already."""
+        with self._lock:
+            self._resting = not self.closed
+            return self._resting
+
     def close(self, *, discard: bool = False) -> int:
         """Take no more events; ``discard`` forgets the queued ones. Returns how many were pending."""
         with self._lock:
@@ -202,6 +209,8 @@ class EventQueue:
                 self._items.clear()
                 self._told = 0
                 self._idle.notify_all()
+            self._asleep |= self._resting
+            self._resting = False
             self._rouse()
             return pending
 

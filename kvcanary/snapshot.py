@@ -87,7 +87,7 @@ class SnapshotRing:
         while self._fences:
             fence = self._fences[0]
             words = self._header(fence.forward)
-            if words[Word.SEQUENCE] < fence.forward and not self._gave_up(fence):
+            if words[Word.SEQUENCE] < fence.forward and not self._is_over(fence, found):
                 break
             self._fences.popleft()
             if fence.event is not None:
@@ -118,6 +118,14 @@ class SnapshotRing:
                 return words
         newest: list[int] = max(headers.tolist(), key=lambda row: int(row[Word.SEQUENCE]))
         return newest
+
+    def _is_over(self, fence: Fence, found: list[Snapshot]) -> bool:
+        try:
+            return self._gave_up(fence)
+        except Exception:
+            if found:  # a CUDA error, which the next look meets again: what was read before it is not lost with it
+                return False
+            raise
 
     def _gave_up(self, fence: Fence) -> bool:
         """Whether the step is over and left no header: the device counts otherwise (a graph without the canary).

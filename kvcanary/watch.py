@@ -157,7 +157,7 @@ class Watch:
         finally:
             canary.stop()
         if raise_found and canary.error is not None:
-            raise canary.error
+            raise canary.error.with_traceback(None)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -179,7 +179,7 @@ class Watch:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(lambda: self.stop(raise_found=False))
         if error is None and self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
 
     def _require(self) -> Canary:
         if self._canary is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -200,10 +201,12 @@ class Patches:
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Take everything back. Idempotent."""
+        """Take everything back, also what comes after an action that raises. Idempotent."""
         self._live = False
-        while self._undo:
-            self._undo.pop()()
+        with ExitStack() as stack:
+            actions, self._undo = self._undo, []
+            for action in actions:
+                stack.callback(action)
 
 
 def _restore(owner: Any, name: str, wrapper: Callable[..., Any], own: Any) -> None:

@@ -22,7 +22,7 @@ OnFull = Literal["drop_oldest", "drop_newest"]
 """What a full queue gives up."""
 
 Restart = Literal["continue", "restart", "stop"]
-"""After a failure: go on with the next event; close and open again first; or end the subscription."""
+"""After a failure: go on with the next event; close, wait a while and open again; or end the subscription."""
 
 MAX_FAILURES = 10
 """Failures in a row after which an observer is stopped, whatever its policy."""

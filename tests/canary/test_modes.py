@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -35,6 +36,17 @@ def test_raise_mode_raises_at_the_next_step_and_at_every_later_one(make_bench: C
             bench.engine.step()
     with pytest.raises(KVCorruptionError):
         bench.canary.check()
+
+
+def test_an_engine_that_swallows_the_error_does_not_make_it_grow(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(mode="raise")
+    corrupt(bench)
+    lengths: list[int] = []
+    for _ in range(5):
+        with pytest.raises(KVCorruptionError) as caught:
+            bench.engine.step()
+        lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert len(set(lengths)) == 1
 
 
 def test_the_error_names_request_slot_position_found_and_expected(make_bench: Callable[..., Bench]) -> None:

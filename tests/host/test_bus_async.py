@@ -10,6 +10,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from kvcanary import delivery
 from kvcanary.bus import Bus, Subscription
 from kvcanary.delivery import SinkReport
 from kvcanary.events import Event, EventsDropped, ObserverFailed, Origin, RunStarted, Ticked
@@ -333,3 +334,55 @@ def test_without_a_loop_an_async_sink_gets_a_thread_with_one() -> None:
     _, abandoned = bus.close(time.monotonic() + SOON)
     assert abandoned == ()
     assert seen == list(range(1, 102))
+
+
+async def test_an_async_sink_rests_after_a_failure_without_holding_up_its_loop(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "FIRST_REST_SECONDS", 100 * SOON)
+    monkeypatch.setattr(delivery, "LONGEST_REST_SECONDS", 100 * SOON)
+    seen: list[int] = []
+    failed = anyio.Event()
+
+    async def handle(event: Event) -> None:
+        await anyio.lowlevel.checkpoint()
+        if event.seq == 1:
+            failed.set()
+            raise OSError("disk full")
+        seen.append(event.seq)
+
+    subscription = bus.subscribe(ObserverSpec("disk", (Event,), handle, is_async=True, restart="restart"))
+    bus.begin_run(started())
+    await failed.wait()
+    bus.publish(ticks(2))
+    await anyio.lowlevel.checkpoint()
+    assert seen == []
+    subscription.close()
+    assert await in_thread(lambda: subscription.wait(SOON))
+    assert seen == [2, 3]
+
+
+async def test_cancelling_the_scope_that_subscribed_leaves_other_sinks_and_the_bus_alone(bus: Bus) -> None:
+    seen: list[int] = []
+    entered = anyio.Event()
+
+    @observer(name="good")
+    async def good(event: Event) -> None:
+        seen.append(event.seq)
+
+    @observer(name="waits")
+    async def waits(event: Event) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    bus.subscribe(good)
+    async with anyio.create_task_group() as group:
+        bus.subscribe(waits)
+        bus.begin_run(started())
+        await entered.wait()
+        group.cancel_scope.cancel()
+    await in_thread(publish_from_thread(bus, 2, 5))
+    reports, abandoned = await in_thread(lambda: bus.close(time.monotonic() + 0.2))
+    assert seen == list(range(1, 12))
+    assert abandoned == ("kvcanary-sink-waits",)
+    assert reports["waits"].undelivered == 11

@@ -3,11 +3,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcanary import delivery
 from kvcanary.bus import Bus
 from kvcanary.delivery import SinkReport
 from kvcanary.errors import ConfigError
@@ -593,3 +595,75 @@ def test_the_last_event_says_what_was_not_delivered_when_it_was_written() -> Non
     assert last.undelivered["stuck"] == 4
     assert "good" not in last.undelivered
     stuck.gate.set()
+
+
+# --- recovery -----------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_fails_to_open_is_left_alone_twice_as_long_each_time(bus: Bus) -> None:
+    attempts: list[float] = []
+    sink = Collector()
+
+    def open_it() -> None:
+        attempts.append(time.monotonic())
+        if len(attempts) < 4:
+            raise OSError("disk full")
+
+    bus.subscribe(ObserverSpec("disk", (Event,), sink.handle, restart="restart", open=open_it))
+    bus.begin_run(started())
+    bus.publish(ticks(200))
+    flush(bus)
+    rests = [after - before for before, after in pairwise(attempts)]
+    expected = [delivery.FIRST_REST_SECONDS * factor for factor in (1, 2, 4)]
+    assert all(rest >= least for rest, least in zip(rests, expected, strict=True))
+    assert [failed.action for failed in failures_of(bus)] == ["restarted"] * 3
+
+
+def test_what_comes_while_a_sink_rests_is_kept_as_far_as_its_queue_goes_and_counted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "FIRST_REST_SECONDS", 0.2)
+    failed_once = threading.Event()
+    seen: list[int] = []
+
+    def handle(event: Event) -> None:
+        if not failed_once.is_set():
+            failed_once.set()
+            raise OSError("disk full")
+        seen.append(event.seq)
+
+    spec = ObserverSpec("disk", (Ticked,), handle, restart="restart", queue=5, open=lambda: None)
+    subscription = bus.subscribe(spec)
+    bus.begin_run(started())
+    bus.publish(ticks(1))
+    assert failed_once.wait(SOON)
+    bus.publish(ticks(20))
+    flush(bus)
+    assert seen == list(range(18, 23))
+    assert subscription.report() == SinkReport(delivered=5, failed=1, dropped=15)
+
+
+def test_the_end_of_the_stream_does_not_wait_until_a_sink_has_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "FIRST_REST_SECONDS", 100 * SOON)
+    monkeypatch.setattr(delivery, "LONGEST_REST_SECONDS", 100 * SOON)
+    bus, sink = Bus(), failing(1)
+    told = threading.Event()
+    bus.notify = told.set
+    bus.subscribe(ObserverSpec("disk", (Event,), sink.handle, restart="restart"))
+    bus.begin_run(started())
+    assert told.wait(SOON)
+    bus.publish(ticks(3))
+    began = time.monotonic()
+    reports, abandoned = bus.close(began + SOON)
+    assert time.monotonic() - began < SOON / 2
+    assert abandoned == ()
+    assert reports["disk"] == SinkReport(delivered=3, failed=1, state="closed")
+
+
+def test_a_sink_that_never_recovers_is_stopped_in_the_end(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "FIRST_REST_SECONDS", 0.001)
+    subscription = bus.subscribe(ObserverSpec("disk", (Event,), failing().handle, restart="restart", max_failures=4))
+    bus.begin_run(started())
+    bus.publish(ticks(10))
+    assert subscription.wait(SOON)
+    assert [failed.action for failed in failures_of(bus)] == ["restarted"] * 3 + ["stopped"]

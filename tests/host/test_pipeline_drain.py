@@ -647,3 +647,58 @@ def test_whatever_the_schedule_the_stream_is_gapless_and_a_launch_precedes_its_s
             assert kinds.index(("ForwardLaunched", forward)) < kinds.index(("SnapshotTaken", forward))
         facts = [event for event in events if isinstance(event, PagesFreed)]
         assert all(fact.retired < fact.forward for fact in facts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_threads_of_an_engine_may_record_at_once_and_each_ones_facts_stay_in_order(seed: int) -> None:
+    chance = random.Random(seed)
+    log = FactLog(1 << 16)
+    log.enabled = True
+    source, sink = Engine(log), Everything()
+    bus = Bus()
+    bus.subscribe(ObserverSpec("all", (Event,), sink.handle_batch, batch=True, queue=1 << 16))
+    drain = Drain(source, bus)
+    source.runs.append(started())
+    drain.start()
+    count = 400
+
+    def produce(name: str) -> None:
+        for page in range(count):
+            log.pages("free", f"group of {name}", name, [page * 2])  # never one run with the next
+
+    others = [threading.Thread(target=produce, args=(name,)) for name in ("a", "b")]
+    for other in others:
+        other.start()
+    forward = 1
+    while any(other.is_alive() for other in others):
+        log.step(forward, forward - 1)
+        log.launched(forward, forward - 1, 1, 1, 1, {})
+        forward += 1
+        time.sleep(chance.random() / 2000)
+    log.step(forward, forward - 1)
+    log.hurry()
+    assert drain.flush(SOON)
+    assert drain.stop(SOON).facts_lost == 0
+    for name in ("a", "b"):
+        facts = [e for e in sink.seen if isinstance(e, PagesFreed) and e.group == f"group of {name}"]
+        assert [run.first for fact in facts for run in fact.runs] == [page * 2 for page in range(count)]
+        assert [fact.forward for fact in facts] == sorted(fact.forward for fact in facts)
+
+
+def test_facts_come_before_the_snapshots_of_their_forward_even_when_the_device_is_faster(rig: Rig) -> None:
+    """The device may be done, and be looked at, before the launch was recorded: it is not shown before its launch."""
+    log = FactLog(64)
+    log.enabled = True
+    source = Engine(log)
+    source.runs.append(started())
+    sink, bus = Everything(), Bus()
+    bus.subscribe(sink)
+    drain = Drain(source, bus)
+    drain.start()
+    log.step(1, 0)
+    log.launched(1, 0, 1, 1, 1, {})
+    source.ready.append(SnapshotTaken(forward=1))
+    assert drain.flush(SOON)
+    drain.stop(SOON)
+    names = [type(event).__name__ for event in sink.seen]
+    assert names.index("ForwardLaunched") < names.index("SnapshotTaken")
