@@ -17,6 +17,7 @@ from kvcanary.cli.benches.ceiling import read_ceiling
 from kvcanary.cli.benches.detect import measure as measure_detection
 from kvcanary.cli.benches.engine_loop import FINISH_EVERY, EngineLoop
 from kvcanary.cli.benches.engine_thread import STEPS
+from kvcanary.cli.benches.observing import percentile
 from kvcanary.cli.benches.pool import make_pool
 from kvcanary.cli.benches.reading import read_all
 from kvcanary.cli.benches.rows import ROWS, BenchError, Measured, Row, choose
@@ -260,6 +261,8 @@ def test_work_that_did_not_run_is_noticed(rehearsal: Setting) -> None:
         "host_us.eager",
         "host_return_ms.20_steps_of_5ms",
         "gpu_done_to_observer_ms.p99",
+        "gpu_done_to_observer_ms.p99_9_busy_python",
+        "snapshot_to_observer_ms.p50",
         "growth_per_doubling.live_entries",
         "growth_total.pool_1_to_100_gib",
     ],
@@ -389,6 +392,27 @@ def test_the_engine_thread_row_publishes_what_its_engine_records(rehearsal: Sett
 
 
 # --- growth -------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_blocks_for_ever_is_measured_beside_one_that_does_not(rehearsal: Setting) -> None:
+    (outcome,) = run(choose(["engine_thread_loss_percent.blocked_sink"]), rehearsal)
+    assert outcome.measured is not None
+    details = outcome.measured.details
+    assert details["events"] > 0
+    assert details["stopped_cleanly"] is False
+    assert details["seconds_to_stop"] < 6
+
+
+def test_only_stream_shows_all_that_concerns_the_stream() -> None:
+    names = [row.name for row in choose(["stream"])]
+    heads = {name.partition(".")[0] for name in names}
+    assert heads == {"gpu_done_to_observer_ms", "events_per_s", "engine_thread_loss_percent", "snapshot_to_observer_ms"}
+    assert {"snapshot_to_observer_ms.p99_9", "engine_thread_loss_percent.16_observers"} <= set(names)
+
+
+def test_places_of_a_distribution_are_samples_of_it() -> None:
+    samples = [float(n) for n in range(1000)]
+    assert [percentile(samples, place) for place in (50, 99, 99.9, 100)] == [500, 990, 999, 999]
 
 
 def test_growth_is_judged_by_its_worst_doubling(rehearsal: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

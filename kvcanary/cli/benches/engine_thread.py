@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvcanary.bus import Bus
 from kvcanary.cli.benches.rows import BenchError, Measured
@@ -20,7 +20,7 @@ from kvcanary.events import Event, ForwardRetired, RunStarted
 from kvcanary.facts import FactLog
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
-from kvcanary.pipeline import Drain
+from kvcanary.pipeline import Drain, DrainReport
 
 REQUESTS = 1000
 STEPS_PER_S = 50
@@ -29,18 +29,22 @@ STEPS = 25
 PAIRS = 20
 PAGE = 16
 PAGES_EACH = 64
+STOP_S = 5.0
+_OBSERVERS = {"4_observers": (4, False), "16_observers": (16, False), "blocked_sink": (1, True)}
+"""observers, and whether there is one more that blocks for ever"""
 GROUP = "full"
 
 
 def measure(setting: Setting, name: str) -> Measured:
     """Blocks of equal Python work in turns, with and without facts; the value is the median loss of a pair."""
+    observers, blocked = _OBSERVERS.get(name.partition(".")[2], (1, False))
     work = _Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
-    engine = _Engine(setting.size(REQUESTS, 40))
+    engine = _Engine(setting.size(REQUESTS, 40), observers, blocked=blocked)
     blocks = setting.size(4 if setting.quick else PAIRS, 2)
     try:
         losses = [_pair(engine, work, number) for number in range(blocks)]
     finally:
-        report = engine.stop()
+        clean, seconds = engine.stop()
     if engine.published == 0 or engine.lost:
         raise BenchError(f"{engine.published} events went through the folds, {engine.lost} facts were lost")
     return Measured(
@@ -50,13 +54,16 @@ def measure(setting: Setting, name: str) -> Measured:
             f"{blocks} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns with "
             f"and without the facts of {len(engine.names)} decoding requests (one page for each 16th of them a step, "
             "one request replaced a step, a snapshot a step), their drain and the default folds in the same "
-            "interpreter; median loss of throughput"
+            f"interpreter; {observers} observer{'s' * (observers > 1)} of all events in batches"
+            f"{', and one that never returns' if blocked else ''}; median loss of throughput"
         ),
         details={
             "losses_percent": [round(loss, 3) for loss in losses],
             "fact_calls_us_per_step": round(1e6 * statistics.median(engine.fact_seconds), 1),
             "events": engine.published,
-            "stopped_cleanly": report,
+            "stopped_cleanly": clean,
+            "seconds_to_stop": round(seconds, 3),
+            "dropped_by_the_blocked_sink": engine.dropped,
         },
     )
 
@@ -107,6 +114,20 @@ class _Ear:
         self.count += len(events)
 
 
+class _Blocked:
+    """A sink that never returns from its first event."""
+
+    name = "bench.blocked"
+    interests: tuple[type[Event], ...] = (Event,)
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def handle(self, _event: Event) -> None:
+        """Wait until the bench is over."""
+        self.gate.wait()
+
+
 class _Source:
     """What a feed is, with snapshots that are ready as soon as their forward was launched."""
 
@@ -141,16 +162,21 @@ class _Source:
 class _Engine:
     """Records what an engine with many decoding requests records."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, observers: int, *, blocked: bool) -> None:
         config = CanaryConfig(mode="log")
         rng = random.Random(5)
         self._facts = FactLog(config.fact_queue)
         self._facts.enabled = True
         self._source = _Source(self._facts)
         self._bus = Bus(default_folds(config, Mailbox()))
-        self._ear = _Ear()
-        self._bus.subscribe(self._ear)
-        self._drain: Any = Drain(self._source, self._bus)
+        self._ears = [_Ear() for _ in range(observers)]
+        for ear in self._ears:
+            self._bus.subscribe(ear)
+        self._blocked = _Blocked()
+        if blocked:
+            self._bus.subscribe(self._blocked)
+        self.dropped = 0
+        self._drain = Drain(self._source, self._bus)
         self._drain.start()
         self.names = [f"r{i}" for i in range(requests)]
         self._tags = itertools.count(1)
@@ -170,7 +196,7 @@ class _Engine:
     @property
     def published(self) -> int:
         """Events that reached the sink."""
-        return self._ear.count
+        return min(ear.count for ear in self._ears)
 
     @property
     def lost(self) -> int:
@@ -201,10 +227,13 @@ class _Engine:
         """Let the drain finish what it has."""
         self._drain.flush(5.0)
 
-    def stop(self) -> bool:
-        """Stop the drain; whether it was clean."""
-        report: Any = self._drain.stop(5.0)
-        return bool(getattr(report, "clean", True))
+    def stop(self) -> tuple[bool, float]:
+        """Stop the drain; whether it was clean, and how long it took."""
+        report: DrainReport = self._drain.stop(STOP_S)
+        stuck = report.sinks.get(self._blocked.name)
+        self.dropped = 0 if stuck is None else stuck.dropped
+        self._blocked.gate.set()
+        return report.clean, report.seconds
 
     def _admit(self, row: int) -> None:
         name = self.names[row]

@@ -36,6 +36,7 @@ class Row:
         bench: module of this package that measures it.
         needs: the device without which the figure means nothing.
         prior: the same figure elsewhere. Never measured in this run.
+        part: what it belongs to besides; ``--only`` matches that too.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     better: Better = "lower"
     needs: Needs = "cuda"
     prior: str = ""
+    part: str = ""
 
     def holds(self, value: float) -> bool | None:
         """Whether ``value`` reaches the target; None without one."""
@@ -67,6 +69,14 @@ class Measured:
 
 _OTHER_RUN = "SGLang 0.5.23 on an H200, in an earlier run: "
 _PAGE = "decode_added_us"
+_PLACES = (
+    ("p99", "p99, interpreter idle"),
+    ("p50", "p50"),
+    ("p99_9", "p99.9"),
+    ("p50_busy_python", "p50 beside a busy Python thread"),
+    ("p99_busy_python", "p99 beside a busy Python thread"),
+    ("p99_9_busy_python", "p99.9 beside a busy Python thread"),
+)
 
 ROWS: tuple[Row, ...] = (
     Row(name="read_ceiling_gb_s", title="pure read of device memory", unit="GB/s", bench="ceiling", better="higher"),
@@ -193,15 +203,19 @@ ROWS: tuple[Row, ...] = (
         title="GPU done to an async observer, interpreter idle, p99",
         unit="ms",
         bench="latency",
+        part="stream",
         target=2,
         prior=_OTHER_RUN + "one step later",
     ),
-    Row(name="gpu_done_to_observer_ms.p50", title="the same, p50", unit="ms", bench="latency"),
-    Row(
-        name="gpu_done_to_observer_ms.p99_busy_python",
-        title="the same, p99 beside a busy Python thread",
-        unit="ms",
-        bench="latency",
+    *(
+        Row(
+            name=f"gpu_done_to_observer_ms.{place}",
+            title=f"the same, {words}",
+            unit="ms",
+            bench="latency",
+            part="stream",
+        )
+        for place, words in _PLACES[1:]
     ),
     Row(
         name="growth_per_doubling.live_entries",
@@ -290,9 +304,38 @@ ROWS: tuple[Row, ...] = (
         title="engine thread's throughput lost to facts and drain, 1,000 requests x 50 steps/s",
         unit="%",
         bench="engine_thread",
+        part="stream",
         target=1,
         needs="cpu",
         prior="one fact per request and step, measured in an earlier run: 10.7",
+    ),
+    *(
+        Row(
+            name=f"engine_thread_loss_percent.{name}",
+            title=f"the same with {words}",
+            unit="%",
+            bench="engine_thread",
+            part="stream",
+            target=target,
+            needs="cpu",
+        )
+        for name, words, target in (
+            ("4_observers", "4 observers of everything", None),
+            ("16_observers", "16 observers of everything", None),
+            ("blocked_sink", "a sink that blocks for ever beside the observer", 1),
+        )
+    ),
+    *(
+        Row(
+            name=f"snapshot_to_observer_ms.{place}",
+            title=f"a snapshot that is ready to an async observer, {words}",
+            unit="ms",
+            bench="observing",
+            part="stream",
+            target=2 if place == "p99" else None,
+            needs="cpu",
+        )
+        for place, words in _PLACES
     ),
     Row(
         name="record_bytes_per_slot",
@@ -337,4 +380,4 @@ def choose(patterns: Sequence[str]) -> tuple[Row, ...]:
 def _matches(row: Row, pattern: str) -> bool:
     if any(other.name == pattern for other in ROWS):
         return row.name == pattern
-    return row.name.startswith(pattern) or row.bench == pattern or fnmatch.fnmatchcase(row.name, pattern)
+    return row.name.startswith(pattern) or pattern in (row.bench, row.part) or fnmatch.fnmatchcase(row.name, pattern)
