@@ -82,6 +82,7 @@ class Bus:
         self._folding = Folding((self.losses, *folds), on_guard_failure)
         self._sink_queue = sink_queue
         self._outlets: tuple[Outlet, ...] = ()
+        self._wanted: dict[type[Event], bool] = {}
         self._names = frozenset(fold.name for fold in (self.losses, *folds))
         self._lock = threading.Lock()
         self._notices: deque[Event] = deque()
@@ -102,6 +103,16 @@ class Bus:
     def degraded(self) -> tuple[str, ...]:
         """Guards that failed in this run."""
         return tuple(self._folding.degraded)
+
+    def wants(self, event_type: type[Event]) -> bool:
+        """Whether a fold or a sink is interested in a type; events that nobody wants need not be made. Any thread."""
+        known = self._wanted.get(event_type)
+        if known is None:
+            outlets = self._outlets
+            known = self._folding.wants(event_type) or any(outlet.wants(event_type) for outlet in outlets)
+            if outlets is self._outlets:  # else somebody has just subscribed: ask again next time
+                self._wanted[event_type] = known
+        return known
 
     def reports(self) -> dict[str, SinkReport]:
         """What became of the events of each sink."""
@@ -130,6 +141,7 @@ class Bus:
             if self._run is not None:
                 outlet.offer([self._run])
             self._outlets = (*present, outlet)
+            self._wanted = {}
         return Subscription(outlet)
 
     def _take_notice(self, event: Event) -> None:

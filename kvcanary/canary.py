@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -150,18 +150,6 @@ class Canary(Lifecycle, Tools):
         """Leave the pool, deliver what is queued within ``deadline`` seconds, stop the drain. Idempotent."""
         self.unbind()
         return super().stop(deadline)
-
-    def row_of(self, request: str) -> int:
-        """The row of a live request.
-
-        Raises:
-            BatchError: it is not live.
-        """
-        return self._registry.require(request).row
-
-    def is_live(self, request: str) -> bool:
-        """Whether the request has a row."""
-        return self._registry.get(request) is not None
 
     def arm(self) -> None:
         """Forget all records and check from now on: after warm-up and graph capture. May wait for the device."""

@@ -92,6 +92,10 @@ class Outlet:
         if wanted:
             self._queue.put(wanted)
 
+    def wants(self, event_type: type[Event]) -> bool:
+        """Whether events of a type would be queued."""
+        return self._filter.everything or self._filter[event_type]
+
     def _is_subject_of(self, event: Event) -> bool:
         return isinstance(event, (EventsDropped, ObserverFailed)) and event.observer == self.name
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcanary.errors import ConfigError
 from kvcanary.events import (
@@ -205,7 +205,11 @@ class FactRecorder:
 
 
 class FactLog(FactRecorder):
-    """Facts of an engine in this process. The engine's thread records, the drain's thread takes."""
+    """Facts of an engine in this process. The engine's thread records, the drain's thread takes.
+
+    Attributes:
+        wants: whether anybody is interested in facts of a type; others are not packed.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -213,6 +217,7 @@ class FactLog(FactRecorder):
         self._window_since = 0.0
         self._hurried = False
         self._in_step = False
+        self.wants: Callable[[type[Event]], bool] = _everything
 
     @property
     def queued(self) -> int:
@@ -284,7 +289,7 @@ class FactLog(FactRecorder):
             if isinstance(call, Stamp):
                 events += pack(self._window, call, self.spaces)
                 self._window = []
-            else:
+            elif self.wants(call.kind):
                 self._window.append(call)
         if self._window and (everything or (not self._in_step and (hurried or self._waited_enough()))):
             forward = self._forward + self._in_step
@@ -298,3 +303,7 @@ class FactLog(FactRecorder):
         now = time.monotonic()
         self._window_since = self._window_since or now
         return now - self._window_since > PATIENCE_SECONDS
+
+
+def _everything(_event_type: type[Event]) -> bool:
+    return True

@@ -159,10 +159,10 @@ class Feed:
         if decoder is None:
             return []
         now, wall = time.monotonic_ns(), time.time_ns()
-        retired = ForwardRetired(
-            time_ns=wall, monotonic_ns=now, forward=snapshot.words[Word.FORWARD], through=snapshot.words[Word.FORWARD]
-        )
-        events: list[Event] = [retired, decoder.snapshot(snapshot, now, wall)]
+        events: list[Event] = [decoder.snapshot(snapshot, now, wall)]
+        if self._facts.wants(ForwardRetired):
+            through = snapshot.words[Word.FORWARD]
+            events.insert(0, ForwardRetired(time_ns=wall, monotonic_ns=now, forward=through, through=through))
         events += [decoder.violation(row, now, wall) for row in snapshot.violations]
         events += [finding for row in snapshot.outbox for finding in self._audit(row, now, wall)]
         events += decoder.scrubs(snapshot, now, wall)

@@ -70,6 +70,10 @@ class Folding:
         self._failures = [0] * len(self._folds)
         self._routes.attach_all()
 
+    def wants(self, event_type: type[Event]) -> bool:
+        """Whether a fold is interested in events of a type, failed ones included."""
+        return any(issubclass(event_type, fold.interests) for fold in self._folds)
+
     def run(self, events: Sequence[Event]) -> list[Event]:
         """The events with their numbers, each followed by what was derived from it."""
         out: list[Event] = []

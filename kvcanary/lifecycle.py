@@ -123,6 +123,18 @@ class Lifecycle(Reporting):
         self._pending.append(DeviceFact(FactOp.FINISH, row=entry.row, tag=entry.tag, position=length))
         self.facts.finished(request, entry.tag, length)
 
+    def row_of(self, request: str) -> int:
+        """The row of a live request.
+
+        Raises:
+            BatchError: it is not live.
+        """
+        return self.registry.require(request).row
+
+    def is_live(self, request: str) -> bool:
+        """Whether the request has a row."""
+        return self.registry.get(request) is not None
+
     def alloc(self, group: str | int, request: str, pages: Pages) -> None:
         """The allocator handed out pages; what their records said is forgotten."""
         self._tell("alloc", FactOp.ALLOC, group, request, pages)

@@ -34,6 +34,7 @@ class Reporting(Binding):
         folds = default_folds(config, self.mailbox)
         self._violations = next(fold for fold in folds if isinstance(fold, ViolationsFold))
         self.bus = Bus(folds, sink_queue=config.sink_queue, on_guard_failure=self._unguarded)
+        self.facts.wants = self.bus.wants
         self.drain = Drain(self.feed, self.bus, on_failure=self._unguarded)
 
     @property

@@ -385,7 +385,7 @@ def test_a_sink_that_loses_events_makes_the_figure_worthless(
 
 
 def test_the_engine_thread_row_publishes_what_its_engine_records(rehearsal: Setting) -> None:
-    (outcome,) = run(choose(["engine_thread_loss_percent"]), rehearsal)
+    (outcome,) = run(choose(["engine_thread_loss_percent.1000_requests"]), rehearsal)
     assert outcome.reason == ""
     assert outcome.measured is not None
     assert outcome.measured.details["events"] > 4 * STEPS

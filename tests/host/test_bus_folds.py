@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvcanary.events import (
     Ticked,
 )
 from kvcanary.folding import MAX_FAILURES
+from kvcanary.observers.base import ObserverSpec
 
 
 class Plain:
@@ -267,3 +269,23 @@ def test_however_events_are_batched_the_outcome_is_the_same_and_a_replay_equals_
     replayed = run([[event] for event in primary])
 
     assert replayed == live
+
+
+def test_the_bus_knows_what_nobody_wants_and_learns_when_somebody_does() -> None:
+    bus = Bus([Plain("ticks", (Ticked,))])
+    assert (bus.wants(Ticked), bus.wants(HazardCounted), bus.wants(StatsReported)) == (True, False, False)
+    subscription = bus.subscribe(ObserverSpec("derived", (Derived,), lambda _: None))
+    assert (bus.wants(HazardCounted), bus.wants(StatsReported), bus.wants(SnapshotTaken)) == (True, True, True)
+    subscription.close()
+    bus.close(time.monotonic() + 10)
+
+
+def test_one_that_wants_all_wants_types_that_are_not_known_yet() -> None:
+    class Mine(Event, frozen=True, kw_only=True, tag="test.mine"):
+        pass
+
+    bus = Bus()
+    assert not bus.wants(Mine)
+    bus.subscribe(ObserverSpec("all", (Event,), lambda _: None))
+    assert bus.wants(Mine)
+    bus.close(time.monotonic() + 10)

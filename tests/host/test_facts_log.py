@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ from kvcanary.events import (
     WeightsUpdated,
 )
 from kvcanary.facts import PAGE_KINDS, FactLog
-from kvcanary.packing import page_runs
+from kvcanary.packing import pack, page_runs
 
 
 @pytest.fixture
@@ -450,3 +451,22 @@ def test_recording_and_publishing_import_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_facts_that_nobody_wants_are_not_packed_and_those_around_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[object] = []
+    log = FactLog(100)
+    log.enabled = True
+    log.wants = lambda kind: kind is PagesFreed
+
+    def note_and_pack(calls: list[Any], *rest: Any) -> list[Event]:
+        packed.extend(calls)
+        return pack(calls, *rest)
+
+    monkeypatch.setattr(facts_module, "pack", note_and_pack)
+    log.pages("alloc", "full", "a", [1])
+    log.pages("free", "full", "a", [2])
+    log.step(1, 0)
+    log.launched(1, 0, 1, 1, 1, {})
+    assert [type(event) for event in log.take()] == [PagesFreed]
+    assert len(packed) == 1
