@@ -221,7 +221,7 @@ class OwnershipFold:
             name = fact.requests[run.request]
             for first, count, entry in space.spans(run.first, run.count):
                 after: Entry | None
-                if entry is not None and not name and entry.notes is NOTHING and len(entry.holders) == 1:
+                if entry is not None and entry.notes is NOTHING and _is_simply_held(entry, name):
                     past, busy = entry.left(forward)
                     after = Entry(FREE, forward, (), past, busy)
                 else:
@@ -335,6 +335,12 @@ class OwnershipFold:
             for first, count, entry in space.spans(run.first, run.count):
                 if entry is not None and (entry.notes.failure is not None or entry.notes.missing):
                     space.put(first, count, entry.noting(failure=None, missing=""))
+
+
+def _is_simply_held(entry: Entry, name: str) -> bool:
+    """Whether the page is with one holder, who gives it back; or with one, and the engine does not say who does."""
+    holders = entry.holders
+    return len(holders) == 1 and (not name or (holders[0].name == name and entry.state == HELD))
 
 
 def _in_index(published: Publication) -> str:

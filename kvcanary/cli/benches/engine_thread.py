@@ -181,7 +181,7 @@ class _Engine:
         self.names = [f"r{i}" for i in range(requests)]
         self._tags = itertools.count(1)
         self._pages: dict[str, list[int]] = {}
-        free = list(range(requests * (PAGES_EACH + 8)))
+        free = list(range(requests * 2 * PAGES_EACH))
         rng.shuffle(free)
         self._free = deque(free)
         self._due: dict[str, int] = dict.fromkeys(("facts", "mark", "check", "seal", "scrub"), 0)
