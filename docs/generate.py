@@ -201,8 +201,6 @@ OWN_WORDS = {
     "check_nonfinite": "report NaN and infinity in the bytes of new tokens",
     "poison": "find writes that never came. No kernel of this version places poison: other values are refused",
     "log_profile": "names of the fields in the log, see [logs](../how-to/logs.md)",
-    "journal": "directory for the journal. This version has none: a value is refused",
-    "journal_level": "what the journal keeps; without a journal of no effect",
     "fact_queue": "lifecycle calls that may wait for the drain; what does not fit is lost, counted, and told as "
     "`facts.lost`",
     "sink_queue": "events that a sink may lag behind, where it names no bound of its own",
@@ -300,7 +298,8 @@ def _options(command: Any, arguments: str) -> Iterator[tuple[str, ...]]:
     for name, parameter in inspect.signature(command).parameters.items():
         flag = parameter.default is False
         default = "" if flag or parameter.default in (None, ()) else code(str(parameter.default))
-        yield code(f"--{name}"), "" if flag else _kind(hints[name]), default, cell(texts[name])
+        given = name.upper() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD else f"--{name.rstrip('_')}"
+        yield code(given), "" if flag else _kind(hints[name]), default, cell(texts[name])
 
 
 def _kind(hint: Any) -> str:

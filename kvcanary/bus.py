@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvcanary.delivery import Outlet, SinkReport
+from kvcanary.delivery import Outlet, Recipient, SinkReport
 from kvcanary.errors import CanaryStalledError, ConfigError
 from kvcanary.events import Event, RunStarted, RunStopped
 from kvcanary.folding import Folding, Losses
@@ -81,7 +81,7 @@ class Bus:
         self.notify: Callable[[], None] = _nothing
         self._folding = Folding((self.losses, *folds), on_guard_failure)
         self._sink_queue = sink_queue
-        self._outlets: tuple[Outlet, ...] = ()
+        self._outlets: tuple[Recipient, ...] = ()
         self._wanted: dict[type[Event], bool] = {}
         self._names = frozenset(fold.name for fold in (self.losses, *folds))
         self._lock = threading.Lock()
@@ -135,16 +135,34 @@ class Bus:
             )
         spec = as_observer(observer)
         with self._lock:
-            present = tuple(outlet for outlet in self._outlets if not outlet.ended)
-            name = _unique(spec.name, self._names | {outlet.name for outlet in present})
-            outlet = Outlet(name, spec, self._sink_queue, self._take_notice, private=private)
-            if self._run is not None:
-                outlet.offer([self._run])
-            self._outlets = (*present, outlet)
-            self._wanted = {}
+            name = _unique(spec.name, self._taken_names())
+            outlet = Outlet(name, spec, self._sink_queue, self.take_notice, private=private)
+            self._add(outlet)
         return Subscription(outlet)
 
-    def _take_notice(self, event: Event) -> None:
+    def attach(self, recipient: Recipient) -> None:
+        """Add something with a queue of its own, such as a journal. Any thread, before a run or within it.
+
+        Raises:
+            ConfigError: its name is taken.
+        """
+        with self._lock:
+            if recipient.name in self._taken_names():
+                raise ConfigError(f"the bus has a {recipient.name!r} already; each needs a name of its own")
+            self._add(recipient)
+
+    def _taken_names(self) -> frozenset[str]:
+        return self._names | {outlet.name for outlet in self._outlets if not outlet.ended}
+
+    def _add(self, recipient: Recipient) -> None:
+        present = tuple(outlet for outlet in self._outlets if not outlet.ended)
+        if self._run is not None:
+            recipient.offer([self._run])
+        self._outlets = (*present, recipient)
+        self._wanted = {}
+
+    def take_notice(self, event: Event) -> None:
+        """Publish at the next :meth:`pump` what a sink has to say of itself. Any thread."""
         self._notices.append(event)
         self.notify()
 
@@ -239,7 +257,7 @@ class Bus:
         return {outlet.name: outlet.report() for outlet in outlets}, tuple(outlet.label for outlet in late)
 
 
-def _offer(outlets: Sequence[Outlet], events: Sequence[Event], *, notices: bool = False) -> None:
+def _offer(outlets: Sequence[Recipient], events: Sequence[Event], *, notices: bool = False) -> None:
     for outlet in outlets:
         outlet.offer(events, notices=notices)
 

@@ -73,8 +73,19 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prometheus: str | None = None
     """serve metrics for Prometheus at this address: a port of this host, or ``address:port``"""
     journal: str | None = None
-    """directory for the SQLite journal"""
+    """directory for the SQLite journal, made if it is not there"""
     journal_level: Literal["incidents", "all"] = "incidents"
+    """what the journal keeps: the events around each finding, or every event"""
+    journal_ring_mib: Annotated[float, Meta(gt=0, le=1 << 20)] = 8.0
+    """at level ``incidents``: memory for the events before a finding"""
+    journal_after_s: Annotated[float, Meta(ge=0, le=86400)] = 5.0
+    """at level ``incidents``: seconds that are kept after a finding"""
+    journal_queue_mib: Annotated[float, Meta(gt=0, le=1 << 20)] = 32.0
+    """memory for events that wait for the disk; beyond it they are given up, counted and told"""
+    journal_file_mib: Annotated[float, Meta(gt=0, le=1 << 30)] = 256.0
+    """size of a run's file; its oldest events are deleted beyond it"""
+    journal_dir_mib: Annotated[float, Meta(gt=0, le=1 << 30)] = 2048.0
+    """size of all journals in the directory; the oldest runs that have ended are deleted beyond it"""
     observers: tuple[str, ...] = ()
     """sinks by name, ``package.module:attribute``, for processes that nobody can pass objects into"""
     fact_queue: Bound = 65536
@@ -95,6 +106,11 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"ring_quota_per_kind is {self.ring_quota_per_kind}; expected at most ring_capacity, which is "
                 f"{self.ring_capacity}"
+            )
+        if self.journal_file_mib > self.journal_dir_mib:
+            raise ConfigError(
+                f"journal_file_mib is {self.journal_file_mib}; expected at most journal_dir_mib, which is "
+                f"{self.journal_dir_mib}"
             )
         if self.key is not None and not -(1 << 63) <= self.key < 1 << 64:
             raise ConfigError("key does not fit 64 bits; expected a whole number from -2**63 to 2**64 - 1, or None")

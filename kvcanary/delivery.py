@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -44,6 +44,70 @@ class SinkReport(msgspec.Struct, frozen=True, kw_only=True):
     """still queued or in the sink's hands"""
     state: str = "running"
     """``running``, ``closed``, ``stopped`` (by its failures), ``cancelled`` (with its loop) or ``abandoned``"""
+
+
+class Recipient(Protocol):
+    """Who takes events from the bus: an :class:`Outlet`, or something with a queue of its own kind."""
+
+    @property
+    def name(self) -> str:
+        """Unique on its bus."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """The name of its thread or task."""
+        ...
+
+    @property
+    def thread(self) -> int:
+        """Identity of the thread that it runs on."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """Whether it takes events."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether its runner is gone."""
+        ...
+
+    def wants(self, event_type: type[Event]) -> bool:
+        """Whether it takes events of that type. Any thread."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Events queued or in its hands."""
+        ...
+
+    @property
+    def unreported(self) -> Gap:
+        """Losses that others have not been told of; belongs to the drain's thread."""
+        ...
+
+    def offer(self, events: Sequence[Event], *, notices: bool = False) -> None:
+        """Take events, on the drain's thread; waits for nobody. ``notices``: some may be about itself."""
+
+    def finish(self) -> None:
+        """Deliver what is queued, then end. Does not wait."""
+
+    def wait(self, until: float) -> bool:
+        """Whether the runner ended before the monotonic time ``until``."""
+        ...
+
+    def wait_idle(self, until: float) -> bool:
+        """Whether everything queued was handled before the monotonic time ``until``."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up on a runner that did not end in time."""
+
+    def report(self) -> SinkReport:
+        """The counts so far."""
+        ...
 
 
 class Outlet:

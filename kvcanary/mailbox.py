@@ -6,6 +6,7 @@ The drain posts; the engine's thread looks at the entry of a step. Nothing else 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 
@@ -35,19 +36,28 @@ class Mailbox:
 
     Attributes:
         pending: there is an error, or a quarantine that nobody took yet.
-        error: the first error that was posted; it stays.
+        error: the first error that was delivered; it stays.
+        hold: takes errors in place of the engine until it delivers them, once a journal has what led to them.
     """
 
-    __slots__ = ("_lock", "_quarantines", "error", "pending")
+    __slots__ = ("_lock", "_quarantines", "error", "hold", "pending")
 
     def __init__(self) -> None:
         self.pending: bool = False
         self.error: BaseException | None = None
+        self.hold: Callable[[Raise], None] | None = None
         self._lock = threading.Lock()
         self._quarantines: dict[tuple[str, str], Quarantine] = {}
 
     def post(self, message: Raise | Quarantine) -> None:
         """Leave a message. Quarantines of one incident and group are merged until they are taken."""
+        if isinstance(message, Raise) and self.hold is not None:
+            self.hold(message)
+        else:
+            self.deliver(message)
+
+    def deliver(self, message: Raise | Quarantine) -> None:
+        """Let the engine's thread find the message, whoever holds others."""
         with self._lock:
             if isinstance(message, Raise):
                 self.error = self.error or message.error

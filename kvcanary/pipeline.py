@@ -86,14 +86,21 @@ class Drain:
         source: asked for events and runs.
         bus: publishes them. Its sinks end with the drain.
         on_failure: told when the source failed. In ``raise`` mode it posts to the mailbox.
+        settle: called after each look; True: something will be ready soon.
     """
 
     def __init__(
-        self, source: Source, bus: Bus, *, on_failure: Callable[[CanaryStalledError], None] | None = None
+        self,
+        source: Source,
+        bus: Bus,
+        *,
+        on_failure: Callable[[CanaryStalledError], None] | None = None,
+        settle: Callable[[], bool] | None = None,
     ) -> None:
         self._source = source
         self._bus = bus
         self._on_failure = on_failure
+        self._settle = settle
         self._submitted: deque[Event] = deque()
         self._refused = 0
         self._flushes: deque[threading.Event] = deque()
@@ -114,6 +121,11 @@ class Drain:
         """Whether the thread is at work."""
         thread = self._thread
         return not self._inert and self._stopping is None and thread is not None and thread.is_alive()
+
+    @property
+    def inert(self) -> bool:
+        """Whether this is a copy in a forked child."""
+        return self._inert
 
     def start(self) -> None:
         """Start the thread. Idempotent; may follow a :meth:`stop` that has ended.
@@ -254,6 +266,8 @@ class Drain:
             self._bus.pump()
         except Exception as error:  # noqa: BLE001 - a CUDA error, or a fault of the source: data, like all the rest
             self._fail(error)
+        if self._settle is not None and self._settle():
+            in_flight = True
         for passed in flushes:
             passed.set()
         return POLL_SECONDS if busy or in_flight else IDLE_SECONDS

@@ -23,6 +23,8 @@ EXAMPLES = """Examples:
   kvcanary demo --json    the same as JSON lines
   kvcanary selftest       do the kernels work on this machine?
   kvcanary bench --list   what can be measured
+  kvcanary journal DIR    what runs recorded
+  kvcanary replay DIR     the same events through the observers again
   kvcanary demo --help    what a command can be told
 
 Exit status:
@@ -32,7 +34,7 @@ Exit status:
   2    a wrong call, setting or installation
 """
 
-COMMANDS = ("demo", "selftest", "bench")
+COMMANDS = ("demo", "selftest", "bench", "journal", "replay")
 """Each is the function of its own name in the module of that name beside this one; its docstring is its help."""
 
 EXTRAS = {

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvcanary.config import CanaryConfig
     from kvcanary.mailbox import Mailbox
     from kvcanary.observers.base import Fold, ObserverSpec
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["default_folds", "default_sinks", "load_observer"]
 
 
-def default_folds(config: CanaryConfig, mailbox: Mailbox) -> list[Fold]:
+def default_folds(
+    config: CanaryConfig, mailbox: Mailbox, checkpoint_due: Callable[[], bool] | None = None
+) -> list[Fold]:
     """The folds that a configuration switches on, in the order in which they must run.
 
     Ownership comes first: what it derives is for the violations fold to judge, which also asks it for a page's owners.
+    ``checkpoint_due``: asked by it each second, whether a journal wants the books.
     """
     from kvcanary.observers.violations import ViolationsFold
 
@@ -29,7 +34,7 @@ def default_folds(config: CanaryConfig, mailbox: Mailbox) -> list[Fold]:
     if config.track_ownership:
         from kvcanary.observers.ownership import OwnershipFold
 
-        ledger = OwnershipFold()
+        ledger = OwnershipFold(checkpoint_due)
         folds += [ledger, ViolationsFold(config.mode, mailbox, ledger.owners)]
     else:
         folds.append(ViolationsFold(config.mode, mailbox))
@@ -49,7 +54,9 @@ def default_folds(config: CanaryConfig, mailbox: Mailbox) -> list[Fold]:
 
 
 def default_sinks(config: CanaryConfig) -> list[ObserverSpec]:
-    """The sinks that a configuration switches on: the log, metrics, the journal, and those it names.
+    """The sinks that a configuration switches on: the log, metrics, and those it names.
+
+    The journal has a queue of its own kind.
 
     Raises:
         ConfigError: one of them cannot be made.
@@ -73,10 +80,6 @@ def default_sinks(config: CanaryConfig) -> list[ObserverSpec]:
         from kvcanary.observers.prometheus import served
 
         sinks.append(as_observer(served(config.prometheus)))
-    if config.journal is not None:
-        raise ConfigError(
-            f"journal={config.journal!r}: this version has no journal; use log=... for a lasting record, or unset it"
-        )
     return sinks + [load_observer(target) for target in config.observers]
 
 

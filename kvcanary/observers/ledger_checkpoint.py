@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from kvcanary.observers.ledger import NOBODY, NOTHING, Entry, Flight, Ledger, Notes, Publication
+from kvcanary.observers.ledger import NOTHING, Entry, Flight, Ledger, Life, Notes, Owner, Publication
 
 # Arrays and no tuples, so that what is written and read back equals what was made.
 
@@ -16,6 +16,16 @@ class _Published(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request: str
     forward: int
     updates: int
+    told: bool = False
+
+
+class _Owner(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """An earlier owner, or a holder that has ended. ``ended``: when its request did, 0 while it lives."""
+
+    name: str
+    ended: int
+    since: int = 0
+    until: int = 0
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -32,7 +42,12 @@ class _Pages(msgspec.Struct, frozen=True, gc=False, array_like=True):
     since: int
     busy: int
     holders: list[str]
+    """those that live"""
     published: _Published | None
+    ended: list[_Owner] = []
+    past: list[_Owner] = []
+    stale: _Published | None = None
+    missing: str = ""
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -52,12 +67,11 @@ class _State(msgspec.Struct, frozen=True, gc=False):
 
 
 def state_of(ledger: Ledger) -> dict[str, Any]:
-    """Who holds what. Earlier owners and failed loads are left out: a reader claims less, never more."""
+    """Who holds what, and who held it. Failed loads are left out: of them a reader claims less, never more."""
     pages: list[_Pages] = []
     spans: dict[str, list[_Span]] = {name: [] for name in ledger.flights}
     for group, first, count, entry in ledger.all_spans():
-        holders = [life.name for life in entry.live()]
-        pages.append(_Pages(group, first, count, entry.state, entry.since, entry.busy, holders, _published(entry)))
+        pages.append(_pages(group, first, count, entry))
         for flight in entry.notes.flights + entry.notes.intruders:
             spans[flight.name].append(_Span(group, first, count))
     flights = [
@@ -68,9 +82,43 @@ def state_of(ledger: Ledger) -> dict[str, Any]:
     return state
 
 
-def _published(entry: Entry) -> _Published | None:
-    published = entry.notes.published
-    return None if published is None else _Published(published.request, published.forward, published.updates)
+def _pages(group: str, first: int, count: int, entry: Entry) -> _Pages:
+    notes = entry.notes
+    return _Pages(
+        group,
+        first,
+        count,
+        entry.state,
+        entry.since,
+        entry.busy,
+        [life.name for life in entry.holders if not life.ended],
+        _published(notes.published),
+        [_Owner(life.name, life.ended) for life in entry.holders if life.ended],
+        [_Owner(owner.life.name, owner.life.ended, owner.since, owner.until) for owner in entry.past],
+        _published(notes.stale),
+        notes.missing,
+    )
+
+
+def _published(publication: Publication | None) -> _Published | None:
+    return None if publication is None else _Published(*astuple(publication))
+
+
+def _publication(published: _Published | None) -> Publication | None:
+    return None if published is None else Publication(*astuple(published))
+
+
+class _Lives:
+    """Requests by name; one that has ended is another than one of its name that lives."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._ended: dict[tuple[str, int], Life] = {}
+
+    def get(self, name: str, ended: int = 0) -> Life:
+        if not ended:
+            return self._ledger.life(name)
+        return self._ended.setdefault((name, ended), Life(name, ended))
 
 
 def restore(ledger: Ledger, state: dict[str, Any]) -> None:
@@ -85,16 +133,22 @@ def restore(ledger: Ledger, state: dict[str, Any]) -> None:
     for one in given.flights:
         spans = [(span.group, span.first, span.count) for span in one.spans]
         ledger.flights[one.name] = Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans)
+    lives = _Lives(ledger)
     for pages in given.pages:
-        holders = tuple(ledger.life(name) if name else NOBODY for name in pages.holders)
         space = ledger.space(pages.group)
         space.spans(pages.first, pages.count)
-        notes = NOTHING if pages.published is None else Notes(Publication(*astuple(pages.published)))
-        entry = Entry(pages.state, pages.since, holders, busy=pages.busy, notes=notes)
-        space.put(pages.first, pages.count, entry)
+        space.put(pages.first, pages.count, _entry(pages, lives))
     for flight in ledger.flights.values():
         for group, start, length in flight.spans:
             space = ledger.space(group)
             for first, count, found in space.spans(start, length):
                 if found is not None:
                     space.put(first, count, found.noting(flights=(*found.notes.flights, flight)))
+
+
+def _entry(pages: _Pages, lives: _Lives) -> Entry:
+    ended = tuple(lives.get(owner.name, owner.ended) for owner in pages.ended)
+    living = tuple(lives.get(name) for name in pages.holders)
+    past = tuple(Owner(lives.get(owner.name, owner.ended), owner.since, owner.until) for owner in pages.past)
+    notes = Notes(_publication(pages.published), _publication(pages.stale), missing=pages.missing)
+    return Entry(pages.state, pages.since, ended + living, past, pages.busy, notes if any(astuple(notes)) else NOTHING)

@@ -70,14 +70,20 @@ class OwnershipFold:
 
     ``WINDOW_FREED_EARLY`` and ``PUBLISHED_UNWRITTEN`` depend on what a forward read and wrote, which no fact says. They
     follow from what the device found.
+
+    Args:
+        checkpoint_due: asked each second; when it says so, the books are put into the stream, for whoever reads from
+            there on.
     """
 
     name = "ownership"
     interests: tuple[type[Event], ...]
+    # Checkpoints too, but those it reads are never its own: they come from a recording.
     emits: tuple[type[Event], ...] = (OwnershipViolated, HazardCounted)
     guard = True
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint_due: Callable[[], bool] | None = None) -> None:
+        self._checkpoint_due = checkpoint_due
         self._ledger = Ledger()
         self._findings = Findings(self.name)
         self._transfers = transfers = Transfers(self._ledger, self._findings)
@@ -109,7 +115,8 @@ class OwnershipFold:
     def handle(self, event: Event) -> list[Event]:
         """Rules that the event shows to be broken."""
         if isinstance(event, Ticked):
-            return self._findings.take_hazards(event)
+            due = self._checkpoint_due is not None and self._checkpoint_due()
+            return self._findings.take_hazards(event) + ([self.checkpoint(event)] if due else [])
         rule = self._rules.get(type(event))
         if rule is not None:
             rule(event)

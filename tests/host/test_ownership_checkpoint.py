@@ -48,7 +48,7 @@ def test_a_reader_goes_on_from_a_checkpoint(after: str) -> None:
     engine.launch()
     assert told(engine.found) == [
         ("DOUBLE_ALLOC", 5, "c", "a"),
-        ("DOUBLE_FREE", 12, "", ""),
+        ("DOUBLE_FREE", 12, "gone", ""),
         ("FREED_WHILE_PUBLISHED", 0, "a", ""),
     ]
     engine.alloc("d", 10)
@@ -70,7 +70,7 @@ def test_pages_that_changed_hands_together_are_one_line_of_a_checkpoint() -> Non
     engine = Script()
     engine.alloc("a", *range(500))
     engine.launch()
-    assert engine.fold.checkpoint(Ticked()).state["pages"] == [["full", 0, 500, 1, 1, 0, ["a"], None]]
+    assert engine.fold.checkpoint(Ticked()).state["pages"] == [["full", 0, 500, 1, 1, 0, ["a"], None, [], [], None, ""]]
 
 
 def test_something_that_is_no_checkpoint_is_an_error() -> None:

@@ -1,0 +1,307 @@
+"""Reading journals: the file of a run that is over, that goes on, or whose process was killed.
+
+What is missing is never passed over: in its place :meth:`JournalFile.read` gives a
+:class:`~kvcanary.journal.format.Gap`, with the reason that was written down, or that none was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from kvcanary.errors import KVCanaryError
+from kvcanary.events import Event, RunStarted, RunStopped, UnknownEvent, msgpack_codec
+from kvcanary.journal.format import (
+    APPLICATION_ID,
+    FILE_PATTERN,
+    FORMAT,
+    Finding,
+    Gap,
+    Segment,
+    names_page,
+    names_request,
+    unpack,
+)
+
+UNEXPLAINED = "missing, and nothing says why"
+DAMAGED = "damaged in the file"
+
+
+class JournalError(KVCanaryError, ValueError):
+    """A file that is no journal, is damaged beyond reading, or was written by a newer version."""
+
+
+class Query(NamedTuple):
+    """What to look for. Events that fit all that is given are found; ``pages`` are (group, page)."""
+
+    first_seq: int = 0
+    last_seq: int = 1 << 62
+    first_forward: int = 0
+    last_forward: int = 1 << 62
+    request: str = ""
+    page: tuple[str, int] | None = None
+
+
+EVERYTHING = Query()
+
+
+class JournalFile:
+    """One run's file, opened to be read. The run may go on.
+
+    Attributes:
+        path: the file.
+        started: first event of the run.
+        stopped: last event, or None: the run goes on, or its process was killed.
+        level: ``incidents`` or ``all``.
+        redacted: token ids and digests were withheld.
+        notices: what a reader should be told, such as a newer schema.
+
+    Raises:
+        JournalError: there is no such file, or it is no journal that can be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        if not path.is_file():
+            raise JournalError(f"there is no journal {str(path)!r}; give a file that a run wrote, or its directory")
+        try:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+        try:
+            self._admit_lost_tail()
+            self._check_header()
+            meta: dict[str, Any] = dict(self._db.execute("SELECT key, value FROM meta"))
+            self.started = msgspec.msgpack.decode(meta["started"], type=RunStarted)
+            stopped = meta.get("stopped")
+            self.stopped = msgspec.msgpack.decode(stopped, type=RunStopped) if stopped is not None else None
+        except sqlite3.Error as error:
+            self._db.close()
+            raise self._unreadable(error) from error
+        except (msgspec.MsgspecError, KeyError) as error:
+            self._db.close()
+            raise JournalError(f"{path} does not say which run it holds ({error}); it is damaged") from error
+        except JournalError:
+            self._db.close()
+            raise
+        self.level = str(meta.get("level", "all"))
+        self.redacted = bool(meta.get("redacted", 0))
+        self._codec = msgpack_codec()
+
+    def _admit_lost_tail(self) -> None:
+        """SQLite refuses a file that is shorter than it should be; with this it reads what is there."""
+        try:
+            self._db.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            if "malformed" not in str(error):
+                raise
+            self._db.execute("PRAGMA writable_schema = ON")
+
+    def _check_header(self) -> None:
+        (application,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if application != APPLICATION_ID:
+            raise JournalError(f"{self.path} is a database of something else, no journal of kvcanary")
+        if version > FORMAT:
+            raise JournalError(
+                f"{self.path} has format {version}, this version reads up to {FORMAT}; use a newer kvcanary"
+            )
+
+    def _unreadable(self, error: sqlite3.Error) -> JournalError:
+        hint = "it is no journal of kvcanary, or damaged"
+        if "unable to open" in str(error) or "readonly" in str(error):
+            hint = (
+                "a journal whose process was killed needs a directory that can be written: copy it, with its -wal file"
+            )
+        return JournalError(f"{self.path} cannot be read ({error}): {hint}")
+
+    # --- the whole ----------------------------------------------------------------------------------------
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the last event that the file has, or knows to be missing."""
+        found = self._rows(
+            "SELECT max(last_seq) FROM (SELECT last_seq FROM frames UNION ALL SELECT last_seq FROM gaps)"
+        )
+        return int(found[0][0] or 0)
+
+    @property
+    def count(self) -> int:
+        """Events in the file."""
+        return int(self._rows("SELECT sum(last_seq - first_seq + 1) FROM frames")[0][0] or 0)
+
+    @property
+    def last_time_ns(self) -> int:
+        """Wall clock of the last event in the file."""
+        found = self._rows("SELECT max(last_time_ns) FROM frames")[0][0]
+        return int(found or self.started.time_ns)
+
+    def segments(self) -> list[Segment]:
+        """Where a replay may begin, in order."""
+        rows = self._rows("SELECT segment, first_seq, opened_by FROM segments ORDER BY first_seq")
+        return [Segment(*row) for row in rows]
+
+    def findings(self, **equal: Any) -> list[Finding]:
+        """The index of findings, in order; only those whose columns equal what is given."""
+        known = {name: value for name, value in equal.items() if name in Finding._fields}
+        if known != equal:
+            raise KeyError(f"findings have no column {', '.join(sorted(equal.keys() - known.keys()))}")
+        where = " AND ".join(f'"{name}" = ?' for name in known) or "1"
+        # The names are those of the class above, never a caller's text.
+        query = f"SELECT * FROM findings WHERE {where} ORDER BY seq"  # noqa: S608
+        return [Finding(*row) for row in self._rows(query, tuple(known.values()))]
+
+    def gaps(self) -> list[Gap]:
+        """All that is missing, in order, with the reasons that were written down."""
+        return [item for item in self._walk(EVERYTHING, events=False) if isinstance(item, Gap)]
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def read(self, query: Query = EVERYTHING) -> Iterator[Event | Gap]:
+        """Events of the frames that may hold what fits, in order; gaps in their places.
+
+        Only numbers are looked at event by event: requests, pages and forwards choose frames.
+        """
+        return self._walk(query, events=True)
+
+    def events(self, query: Query = EVERYTHING) -> Iterator[Event]:
+        """Events alone."""
+        return (item for item in self._walk(query, events=True) if isinstance(item, Event))
+
+    def _walk(self, query: Query, *, events: bool) -> Iterator[Event | Gap]:
+        told = self._told_gaps()
+        expected = max(1, query.first_seq)
+        whole = query[2:] == EVERYTHING[2:]
+        try:
+            for row in self._frames(query):
+                if row[0] > expected and whole:
+                    yield from _gaps_between(expected, row[0] - 1, told)
+                if events and _may_fit(row, query):
+                    yield from self._open(row, query)
+                expected = max(expected, row[1] + 1)
+        except sqlite3.DatabaseError as error:
+            yield Gap(expected, expected, f"{DAMAGED}; nothing can be read from here on ({error})")
+            return
+        end = min(query.last_seq, max((gap.last_seq for gap in told), default=0))
+        if whole and end >= expected:
+            yield from _gaps_between(expected, end, told)
+
+    def _frames(self, query: Query) -> Iterator[tuple[Any, ...]]:
+        """Rows of frames, without their events. A few at a time: a reader must not hold up a run that goes on."""
+        after = -1
+        while True:
+            found = self._db.execute(
+                "SELECT first_seq, last_seq, first_forward, last_forward, requests, pages FROM frames "
+                "WHERE first_seq > ? AND last_seq >= ? AND first_seq <= ? ORDER BY first_seq LIMIT 256",
+                (after, query.first_seq, query.last_seq),
+            )
+            rows: list[tuple[Any, ...]] = []
+            try:
+                rows.extend(found)  # keeps what comes before an error
+            finally:
+                yield from rows
+            if not rows:
+                return
+            after = rows[-1][0]
+
+    def _told_gaps(self) -> list[Gap]:
+        return [Gap(*row) for row in self._rows("SELECT * FROM gaps ORDER BY first_seq")]
+
+    def _open(self, row: tuple[Any, ...], query: Query) -> Iterator[Event | Gap]:
+        first, last = row[0], row[1]
+        try:
+            ((crc, data),) = self._db.execute("SELECT crc, events FROM frames WHERE first_seq = ?", (first,))
+            found = [self._decode(bytes(raw), first + at) for at, raw in enumerate(unpack(data, crc))]
+        except (sqlite3.DatabaseError, ValueError, msgspec.MsgspecError) as error:
+            yield Gap(first, last, f"{DAMAGED} ({error})")
+            return
+        for event in found:
+            if query.first_seq <= event.seq <= query.last_seq:
+                yield event
+
+    def _decode(self, raw: bytes, seq: int) -> Event:
+        try:
+            event = self._codec.decode(raw)
+        except msgspec.ValidationError:  # a known type in a shape that is not known: of another version, or not written
+            envelope = msgspec.msgpack.decode(raw, type=dict[str, Any])
+            event = UnknownEvent(
+                **{name: envelope.get(name, 0) for name in Event.__struct_fields__},
+                type_name=str(envelope.get("type", "")),
+                raw=raw,
+            )
+        if event.seq != seq:  # one that was unknown to the writer too keeps its bytes, with the number it came with
+            force_setattr(event, "seq", seq)
+        return event
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _may_fit(row: tuple[Any, ...], query: Query) -> bool:
+    _, _, first_forward, last_forward, requests, pages = row
+    if last_forward < query.first_forward or first_forward > query.last_forward:
+        return False
+    if query.request and not names_request(requests, query.request):
+        return False
+    return query.page is None or names_page(pages, *query.page)
+
+
+def _gaps_between(first: int, last: int, told: Sequence[Gap]) -> Iterator[Gap]:
+    """The missing numbers, split by the reasons that were told."""
+    for gap in told:
+        if gap.last_seq < first or gap.first_seq > last:
+            continue
+        if gap.first_seq > first:
+            yield Gap(first, gap.first_seq - 1, UNEXPLAINED)
+        upto = min(last, gap.last_seq)
+        yield Gap(max(first, gap.first_seq), upto, gap.reason, gap.time_ns)
+        first = upto + 1
+    if first <= last:
+        yield Gap(first, last, UNEXPLAINED)
+
+
+def find_files(target: str | Path) -> list[Path]:
+    """The journals of a directory, oldest run first, or the one file.
+
+    Raises:
+        JournalError: there is none.
+    """
+    path = Path(target)
+    if path.is_dir():
+        found = sorted(path.glob(FILE_PATTERN))
+        if not found:
+            raise JournalError(f"{str(path)!r} holds no journal ({FILE_PATTERN}); is it the directory of `journal=`?")
+        return found
+    if not path.exists():
+        raise JournalError(f"there is no {str(path)!r}; give a journal or a directory of journals")
+    return [path]
+
+
+@contextlib.contextmanager
+def open_files(target: str | Path) -> Iterator[list[JournalFile]]:
+    """The journals of a directory, or one file, opened.
+
+    Raises:
+        JournalError: there is none, or one cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(JournalFile(path)) for path in find_files(target)]

@@ -1,0 +1,410 @@
+"""The journal on a bus: takes events on the drain's thread, writes them on its own, and keeps the books of both.
+
+Nothing raises into the drain and nothing waits for the disk. What waits to be written is bounded in bytes; beyond that
+events are given up, and the gap is counted, told on the bus, and written down once there is room again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcanary.delivery import SinkReport, failure
+from kvcanary.errors import ConfigError
+from kvcanary.events import Event, RunStarted
+from kvcanary.journal.format import Frame, Gap
+from kvcanary.journal.recorder import FRAME_BYTES, SEGMENT_BYTES, Begin, End, Item, Level, Recorder
+from kvcanary.journal.retention import make_room
+from kvcanary.journal.store import Store, file_of
+from kvcanary.queues import Gap as Losses
+
+COMMIT_SECONDS = 0.05
+"""Between commits while events come: what a killed process may lose of what nobody flushed."""
+_URGENT_BYTES = 2 << 20
+_RETRY_SECONDS = 0.5
+_OVERHEAD = 512  # bytes of a frame that is small
+
+Redact = Callable[[Sequence[Event]], Sequence[Event]]
+
+
+class Bounds(NamedTuple):
+    """Sizes in bytes.
+
+    Attributes:
+        file: of one run's file.
+        directory: of all journals in the directory.
+        queue: of encoded events that wait for the disk.
+        ring: of encoded events that wait for a finding, at level ``incidents``.
+        segment: at which a segment is long enough.
+        pages: pages of SQLite at which a file counts as full; 0: the disk alone says so.
+    """
+
+    file: int = 256 << 20
+    directory: int = 2 << 30
+    queue: int = 32 << 20
+    ring: int = 8 << 20
+    segment: int = SEGMENT_BYTES
+    pages: int = 0
+
+
+class Ticket(NamedTuple):
+    """What was handed over up to a moment."""
+
+    items: int
+    dropped: int
+
+
+class Journal:
+    """One journal of a bus; see :class:`kvcanary.delivery.Recipient`. ``offer`` belongs to the drain's thread.
+
+    Args:
+        directory: made if it is not there.
+        level: what is kept.
+        bounds: of memory and disk.
+        after_s: seconds that are kept after a finding, at level ``incidents``.
+        redact: makes events harmless; None: they are kept whole.
+        tell: takes failures to write, from the writing thread.
+
+    Attributes:
+        path: file of the present run, or of the last one.
+        on_written: called from the writing thread after each commit.
+
+    Raises:
+        ConfigError: there can be no such directory.
+    """
+
+    name = "journal"
+    label = "kvcanary-sink-journal"
+
+    def __init__(
+        self,
+        directory: str | Path,
+        level: Level = "all",
+        *,
+        bounds: Bounds | None = None,
+        after_s: float = 5.0,
+        redact: Redact | None = None,
+        tell: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._directory = _usable(Path(directory))
+        self._bounds = bounds = bounds or Bounds()
+        self._notes: dict[str, object] = {"level": level, "redacted": int(redact is not None)}
+        self._recorder = Recorder(
+            level, ring_bytes=bounds.ring, after_s=after_s, redact=redact, segment_bytes=bounds.segment
+        )
+        self.path: Path | None = None
+        self.tell = tell or _nobody
+        self.on_written: Callable[[], None] = _nothing
+        self.unreported = Losses()
+        self._changed = threading.Condition()
+        self._items: deque[Item] = deque()
+        self._bytes = self._events = 0  # that wait or are being written
+        self._put = self._done = 0  # items, since the beginning
+        self._taken = self._dropped = self._excused = 0
+        self._gap: Gap | None = None
+        self._urgent = self._closing = False
+        self._discarded = 0
+        self._asked = False
+        self._state = "running"
+        self._trouble = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._main, name=self.label, daemon=True)
+        self._thread.start()
+
+    # --- the drain's side ---------------------------------------------------------------------------------
+
+    def wants(self, event_type: type[Event]) -> bool:  # noqa: ARG002 - a recording with gaps could not be replayed
+        """Everything."""
+        return True
+
+    @property
+    def thread(self) -> int:
+        """Identity of the writing thread."""
+        return self._thread.ident or 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it takes events."""
+        return not self._closing
+
+    @property
+    def ended(self) -> bool:
+        """Whether its thread is gone."""
+        return self._ended.is_set()
+
+    @property
+    def pending(self) -> int:
+        """Events that wait to be written."""
+        return self._events
+
+    @property
+    def dropped(self) -> int:
+        """Events that were given up."""
+        return self._dropped
+
+    def checkpoint_due(self) -> bool:
+        """Whether the next segment should begin: True once, until a checkpoint came."""
+        if self._asked or not self._recorder.wants_checkpoint:
+            return False
+        self._asked = True
+        return True
+
+    def offer(self, events: Sequence[Event], *, notices: bool = False) -> None:
+        """Take the events of one publish. Never waits, never raises."""
+        del notices  # what concerns the journal itself belongs into it as well
+        if not events or self._closing:
+            return
+        self._taken += len(events)
+        if self._bytes > self._bounds.queue and not isinstance(events[0], RunStarted):
+            self._drop(events, self._trouble or "the disk did not keep up: the queue was full")
+            return
+        try:
+            items = self._recorder.take(events)
+        except Exception as error:  # noqa: BLE001 - whatever an event of somebody's own does, the drain goes on
+            self._drop(events, f"{type(error).__name__}: {error}")
+            self.tell(failure(self.name, error, "", 1, "continued"))
+            return
+        if self._asked and not self._recorder.wants_checkpoint:
+            self._asked = False
+        self._hand_over(items)
+
+    def _drop(self, events: Sequence[Event], reason: str) -> None:
+        self._dropped += len(events)
+        self._asked = False
+        self.unreported.add(events)
+        lost = self._recorder.lost(events, reason)
+        before = self._gap
+        self._gap = lost if before is None else lost._replace(first_seq=before.first_seq)
+
+    def _hand_over(self, items: Sequence[Item]) -> None:
+        gap, self._gap = self._gap, None
+        if gap is not None:
+            items = [gap, *items]
+        if not items:
+            return
+        with self._changed:
+            for item in items:
+                self._append(item)
+            self._urgent = self._urgent or self._bytes > _URGENT_BYTES
+            self._changed.notify()
+
+    def _append(self, item: Item) -> None:
+        last = self._items[-1] if self._items else None
+        if isinstance(item, Frame):
+            self._events += item.count
+            self._bytes += item.size
+            if isinstance(last, Frame) and item.follows(last) and last.size < FRAME_BYTES:
+                last.join(item)
+                return
+            self._bytes += _OVERHEAD
+        self._items.append(item)
+        self._put += 1
+
+    # --- flushing -----------------------------------------------------------------------------------------
+
+    def ticket(self) -> Ticket:
+        """What was handed over so far; asks for it to be written now. Does not wait."""
+        with self._changed:
+            self._urgent = True
+            self._changed.notify_all()
+            return Ticket(self._put, self._dropped)
+
+    def written(self, ticket: Ticket) -> bool:
+        """Whether all of it is in the file, where a killed process leaves it."""
+        return self._done >= ticket.items
+
+    def flush(self, until: float) -> bool:
+        """Whether all that was taken, and is to be kept, was written before the monotonic time ``until``.
+
+        False as well, once, after events were given up.
+        """
+        ticket = self.ticket()
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self.written(ticket) or self.ended, max(0.0, until - time.monotonic())
+            )
+            whole, self._excused = ticket.dropped == self._excused, ticket.dropped
+        return done and whole and self.written(ticket)
+
+    wait_idle = flush
+
+    # --- ending -------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Write what is there, then end. Does not wait."""
+        with self._changed:
+            if not self._closing:
+                self._closing = self._urgent = True
+                if self._gap is not None:
+                    self._append(self._gap)
+                    self._gap = None
+            self._changed.notify_all()
+
+    def wait(self, until: float) -> bool:
+        """Whether its thread ended before the monotonic time ``until``."""
+        return self._ended.wait(max(0.0, until - time.monotonic()))
+
+    def abandon(self) -> None:
+        """Give up on a disk that does not answer."""
+        with self._changed:
+            if not self.ended:
+                self._state = "abandoned"
+                self._discarded = self._events
+                self._items.clear()
+                self._closing = self._urgent = True
+                self._changed.notify_all()
+
+    def report(self) -> SinkReport:
+        """The counts so far. At level ``incidents``, what the ring let go counts as delivered."""
+        undelivered = self._discarded or self._events
+        return SinkReport(
+            delivered=max(0, self._taken - self._dropped - undelivered),
+            dropped=self._dropped,
+            undelivered=undelivered,
+            state=self._state,
+        )
+
+    # --- the writing thread -------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        # The file stays on this stack: a forked copy of the process has no such thread, so it can never close it, which
+        # would touch a file that its parent goes on writing.
+        writer = _Writer(self._directory, self._bounds, self._notes)
+        failures = 0
+        items: list[Item] = []
+        while True:
+            if not items:
+                items = self._wait()
+            if not items and self._closing:
+                break
+            try:
+                writer.write(items)
+            except (sqlite3.Error, OSError) as error:
+                failures += 1
+                if self._failed(error, failures):
+                    break
+                continue
+            failures = 0
+            self._trouble = ""
+            self.path = writer.path
+            self._wrote(items)
+            items = []
+        writer.close()
+        if self._state == "running":
+            self._state = "closed"
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self) -> list[Item]:
+        """The next items, once they are worth a commit."""
+        with self._changed:
+            while not self._items and not self._closing:
+                self._urgent = False
+                self._changed.notify_all()
+                self._changed.wait()
+            self._changed.wait_for(lambda: self._urgent, COMMIT_SECONDS)
+            self._urgent = self._closing
+            return self._take_run()
+
+    def _take_run(self) -> list[Item]:
+        """Everything up to the next run's beginning: files are written one at a time."""
+        items: list[Item] = []
+        while self._items and not (items and isinstance(self._items[0], Begin)):
+            items.append(self._items.popleft())
+        return items
+
+    def _wrote(self, items: Sequence[Item]) -> None:
+        frames = [item for item in items if isinstance(item, Frame)]
+        with self._changed:
+            self._done += len(items)
+            self._events -= sum(frame.count for frame in frames)
+            self._bytes -= sum(frame.size + _OVERHEAD for frame in frames)
+            self._changed.notify_all()
+        self.on_written()
+
+    def _failed(self, error: Exception, failures: int) -> bool:
+        """Tell of it, and wait before the next try; True: give up, since it ends anyway."""
+        self._trouble = f"the disk did not take it: {error}"
+        if failures == 1:
+            self.tell(failure(self.name, error, "", failures, "continued"))
+        with self._changed:
+            if self._state == "abandoned":
+                return True
+            self._changed.wait_for(lambda: self._state == "abandoned", _RETRY_SECONDS)
+            return self._state == "abandoned"
+
+
+class _Writer:
+    """The file of the present run. After an error it is closed, and opened again by the next try."""
+
+    def __init__(self, directory: Path, bounds: Bounds, notes: dict[str, object]) -> None:
+        self._directory = directory
+        self._bounds = bounds
+        self._notes = notes
+        self._begin: Begin | None = None
+        self._store: Store | None = None
+        self.path: Path | None = None
+
+    def write(self, items: Sequence[Item]) -> None:
+        """Items of one run, all of them or none; the first may begin it, the last may end it."""
+        first = items[0]
+        if isinstance(first, Begin) and first is not self._begin:
+            self._open(first)
+        begin, path = self._begin, self.path
+        if begin is None or path is None:
+            return
+        if self._store is None:
+            self._store = Store(path, begin, self._notes, limit_bytes=self._bounds.file, max_pages=self._bounds.pages)
+        try:
+            self._store.write(items)
+        except sqlite3.Error:
+            self.close()
+            raise
+        if isinstance(items[-1], End):
+            self.close()
+
+    def _open(self, begin: Begin) -> None:
+        self.close()
+        path = file_of(self._directory, begin.started.run)
+        make_room(self._directory, self._bounds.directory - self._bounds.file, keep=path)
+        self._begin, self.path = begin, path
+
+    def close(self) -> None:
+        """Close the file."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+def _usable(directory: Path) -> Path:
+    """The directory, made if need be.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".kvcanary-{threading.get_ident()}"
+        probe.touch()
+        with contextlib.suppress(FileNotFoundError):
+            probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"journal is {str(directory)!r}, which is no directory that can be written ({error}); name another"
+        ) from error
+    return directory
+
+
+def _nobody(_: Event) -> None:
+    return
+
+
+def _nothing() -> None:
+    return
