@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
-import sysconfig
-import tomllib
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
+
+from tests.bare import make_bare
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "programs" / "host_wing.py"
 
 
-def closure(requirements: list[str]) -> set[str]:
-    """Names of the distributions that the requirements bring here, theirs included."""
-    names: set[str] = set()
-    pending = [Requirement(text) for text in requirements]
-    while pending:
-        requirement = pending.pop()
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in names:
-            names.add(requirement.name)
-            pending += [Requirement(text) for text in importlib.metadata.requires(requirement.name) or ()]
-    return names
-
-
-def copy_distribution(name: str, target: Path) -> None:
-    for file in importlib.metadata.files(name) or ():
-        if ".." not in file.parts and file.suffix != ".pyc":
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(str(file.locate()), target / file)
-
-
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with kvcanary and its core dependencies, made without a network."""
-    folder = tmp_path_factory.mktemp("bare") / "venv"
-    venv.EnvBuilder(with_pip=False, symlinks=sys.platform != "win32").create(folder)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    for name in closure(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]):
-        copy_distribution(name, packages)
-    shutil.copytree(ROOT / "kvcanary", packages / "kvcanary", ignore=shutil.ignore_patterns("__pycache__"))
-    return Path(sysconfig.get_path("scripts", "venv", paths)) / "python"
+    """The interpreter of an environment with the core alone."""
+    return make_bare(tmp_path_factory.mktemp("bare") / "venv")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +49,7 @@ def test_the_environment_is_one_without_torch(told: dict[str, Any], bare_python:
         "import kvcanary",
         "from kvcanary import bus, config, events, facts, mailbox, streams, testing, testing_plugin, watch, wire",
         "from kvcanary.observers import health, log, stats, swa_divergence, violations",
+        "from kvcanary import replay; from kvcanary.journal import gate, reader, sink; from kvcanary.cli import replay",
     ],
 )
 def test_importing_it_loads_neither_torch_nor_numpy_where_both_could_be_had(imports: str) -> None:

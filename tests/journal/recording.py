@@ -139,7 +139,7 @@ def faulty(forwards: int = 60, broken: int = 40) -> list[Event]:
     for event in make_events(forwards * 4):
         events.append(event)
         if event.forward == broken and type(event).__name__ == "SnapshotTaken":
-            owner = {"owner_state": "held", "owner_request": "r3", "owner_tag": 4, "owner_as_of": 16}
+            owner: dict[str, Any] = {"owner_state": "held", "owner_request": "r3", "owner_tag": 4, "owner_as_of": 16}
             events += [violation(broken, request="r3", **owner) for _ in range(2)]
             events += [violation(broken, slot=900, request="r5")]
     return events

@@ -244,7 +244,7 @@ def test_one_that_is_attached_within_a_run_begins_with_the_runs_beginning(tmp_pa
     with recording(tmp_path / "first") as made:
         made.publish([CanaryArmed()])
         late = Journal(tmp_path / "late")
-        late.name = "late"  # type: ignore[misc]
+        late.name = "late"
         made.bus.attach(late)
         made.publish([CanaryArmed()])
     assert late.path is not None
