@@ -300,6 +300,15 @@ ROWS: tuple[Row, ...] = (
         needs="cpu",
     ),
     Row(
+        name="events_per_s.journal",
+        title="events of decode traffic into the journal, one core",
+        unit="events/s",
+        bench="stream",
+        target=500_000,
+        better="higher",
+        needs="cpu",
+    ),
+    Row(
         name="engine_thread_loss_percent.1000_requests",
         title="engine thread's throughput lost to facts and drain, 1,000 requests x 50 steps/s",
         unit="%",

@@ -1,4 +1,4 @@
-"""Events per second on one core: through the folds to a sink, and as lines of JSON."""
+"""Events per second on one core: through the folds to a sink, as lines of JSON, and into the journal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvcanary.bus import Bus
 from kvcanary.cli.benches.rows import BenchError, Measured
 from kvcanary.cli.benches.running import Setting
 from kvcanary.config import CanaryConfig
+from kvcanary.delivery import SinkReport
 from kvcanary.events import (
     Event,
     ForwardLaunched,
@@ -33,10 +34,12 @@ from kvcanary.events import (
     ViolationDetected,
     event_name,
 )
+from kvcanary.journal.sink import Bounds, Journal
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.observers.base import Fold, Observer
 from kvcanary.observers.log import LogSink
+from kvcanary.observers.redact import redact_all
 
 EVENTS = 200_000
 REPEATS = 5
@@ -54,8 +57,8 @@ def measure(setting: Setting, name: str) -> Measured:
     rates: list[float] = []
     with _one_core() as pinned, tempfile.TemporaryDirectory(prefix="kvcanary-bench-") as folder:
         for number in range(setting.size(REPEATS, 1)):
-            folds, sink = _target(name, Path(folder) / str(number))
-            rates.append(_rate(folds, sink, make(count)))
+            bus, report = _target(name, Path(folder) / str(number))
+            rates.append(_rate(bus, report, make(count)))
     mix = Counter(event_name(event) for event in make(1000))
     return Measured(
         name=name,
@@ -113,6 +116,7 @@ _WORDS = {
     ),
     "events_per_s.decode_traffic": f"{_TRAFFIC}, through the default folds to a sink that takes batches",
     "events_per_s.json_lines": "violations with all fields, to the log sink, redacted, into a file",
+    "events_per_s.journal": f"{_TRAFFIC}, redacted, every event written to the journal's file and flushed",
 }
 
 
@@ -130,27 +134,35 @@ class CountingSink:
         self.count += len(events)
 
 
-def _target(name: str, folder: Path) -> tuple[list[Fold], Observer]:
+def _target(name: str, folder: Path) -> tuple[Bus, Callable[[], SinkReport]]:
+    """A bus with what is measured, and what became of the events there."""
     folder.mkdir()
-    if name == "events_per_s.json_lines":
-        return [], LogSink(folder / "log.jsonl", interests=(Event,), level="debug")
-    return default_folds(CanaryConfig(mode="log"), Mailbox()), CountingSink()
-
-
-def _rate(folds: Sequence[Fold], sink: Observer, events: Sequence[Event]) -> float:
-    count = len(events)
+    folds: list[Fold] = []
+    if name not in {"events_per_s.json_lines", "events_per_s.journal"}:
+        folds = default_folds(CanaryConfig(mode="log"), Mailbox())
     bus = Bus(folds, sink_queue=1 << 20)
-    subscription = bus.subscribe(sink)
+    if name == "events_per_s.journal":
+        journal = Journal(folder, bounds=Bounds(queue=1 << 30), redact=redact_all)
+        bus.attach(journal)
+        return bus, journal.report
+    sink: Observer = CountingSink()
+    if name == "events_per_s.json_lines":
+        sink = LogSink(folder / "log.jsonl", interests=(Event,), level="debug")
+    return bus, bus.subscribe(sink).report
+
+
+def _rate(bus: Bus, sink: Callable[[], SinkReport], events: Sequence[Event]) -> float:
+    count = len(events)
     bus.begin_run(make_started())
     if not bus.flush(time.monotonic() + TIMEOUT_S):
         raise BenchError("the sink did not open in time")
-    before = subscription.report().delivered
+    before = sink().delivered
     began = time.perf_counter()
     for start in range(0, count, BATCH):
         bus.publish(events[start : start + BATCH])
     handled = bus.flush(time.monotonic() + TIMEOUT_S)
     seconds = time.perf_counter() - began
-    report = subscription.report()
+    report = sink()
     bus.end_run("measured")
     bus.close(time.monotonic() + TIMEOUT_S)
     if not handled or report.dropped or report.failed or report.delivered - before < count:
