@@ -23,7 +23,7 @@ from kvcanary.cli.journal_words import (
 from kvcanary.errors import ConfigError
 from kvcanary.events import Event, UnknownEvent, event_name, json_codec
 from kvcanary.journal.format import Gap
-from kvcanary.journal.reader import EVERYTHING, JournalFile, Query, open_files
+from kvcanary.journal.reader import EVERYTHING, JournalError, JournalFile, Query, open_files
 from kvcanary.observers.log_format import iso_time
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def journal(
     Returns:
         The exit status.
     """
-    with open_files(target) as files:
+    unread: list[JournalError] = []
+    with open_files(target, unread.append) as files:
+        tell_unread(unread)
         if incidents:
             _show_incidents(files, limit, json=json)
         elif any((request, page, slot, where, forwards, seq)):
@@ -80,7 +82,13 @@ def journal(
             _show_events(files, wanted, limit, json=json)
         else:
             _show_runs(files, json=json)
-    return 0
+    return int(bool(unread))
+
+
+def tell_unread(errors: Sequence[JournalError]) -> None:
+    """Files that could not be read."""
+    for error in errors:
+        print(f"kvcanary: {error}", file=sys.stderr)
 
 
 class Wanted(NamedTuple):

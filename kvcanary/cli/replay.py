@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from kvcanary.cli.journal import as_json
+from kvcanary.cli.journal import as_json, tell_unread
 from kvcanary.cli.journal_words import fits_kind, rank_of, say
 from kvcanary.events import Event, event_name
 from kvcanary.journal.format import Gap
-from kvcanary.journal.reader import open_files
+from kvcanary.journal.reader import JournalError, open_files
 from kvcanary.journal.recorder import NOT_KEPT
 from kvcanary.observers import load_observer
 from kvcanary.observers.base import ObserverSpec
@@ -61,7 +61,9 @@ def replay(
         The exit status.
     """
     specs = [load_observer(name) for name in observer]
-    with open_files(target) as files:
+    unread: list[JournalError] = []
+    with open_files(target, unread.append) as files:
+        tell_unread(unread)
         replays = [Replay(file, first_seq=from_) for file in files]
         several = len(files) > 1
         fits = fits_kind(where) if where else None
@@ -76,10 +78,10 @@ def replay(
     if check:
         for verdict in verdicts:
             _print_verdict(verdict, json=json)
-        return int(not all(verdict.holds for verdict in verdicts))
+        return int(bool(unread) or not all(verdict.holds for verdict in verdicts))
     for verdict in verdicts:
         _print_gaps(verdict.run, verdict.gaps, json=json)
-    return 0
+    return int(bool(unread))
 
 
 # --- observers ----------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class Gate:
 
     def _decide(self, held: _Held) -> bool:
         written = self._is_written(held)
-        if not written and time.monotonic() < held.until:
+        gone = held.ticket is not None and held.ticket.dropped != held.dropped
+        if not (written or gone) and time.monotonic() < held.until:
             return False
         self._deliver(held, flushed=written)
         return True
@@ -74,5 +75,5 @@ class Gate:
         if isinstance(error, KVCorruptionError):
             error.journal_flushed = flushed
         where = self._journal.path or "the journal"
-        error.add_note(f"{where} {'has' if flushed else f'did not take within {self._seconds:g} s'} what led to it")
+        error.add_note(f"{where} {'has' if flushed else f'did not take, within {self._seconds:g} s,'} what led to it")
         self._mailbox.deliver(held.message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -297,11 +297,27 @@ def find_files(target: str | Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def open_files(target: str | Path) -> Iterator[list[JournalFile]]:
+def open_files(
+    target: str | Path, on_error: Callable[[JournalError], None] | None = None
+) -> Iterator[list[JournalFile]]:
     """The journals of a directory, or one file, opened.
+
+    ``on_error`` is told of those of a directory that cannot be read, as long as another one can.
 
     Raises:
         JournalError: there is none, or one cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(JournalFile(path)) for path in find_files(target)]
+        files: list[JournalFile] = []
+        errors: list[JournalError] = []
+        for path in find_files(target):
+            try:
+                files.append(stack.enter_context(JournalFile(path)))
+            except JournalError as error:
+                errors.append(error)
+        if errors and (on_error is None or not files):
+            raise errors[0]
+        for error in errors:
+            if on_error is not None:
+                on_error(error)
+        yield files

@@ -157,6 +157,18 @@ def test_a_missing_empty_or_foreign_target_is_an_error_without_a_traceback(
         assert message in err
 
 
+@pytest.mark.parametrize("words", [("journal",), ("replay",), ("replay", "--check")])
+def test_one_file_that_cannot_be_read_does_not_hide_the_others(
+    run: Run, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    record(tmp_path, faulty())
+    (tmp_path / "kvcanary-broken.sqlite").write_text("no database" * 100)
+    status, out, err = run(words[0], tmp_path, *words[1:])
+    assert status == 1
+    assert "r1" in out or "run.started: test on here" in out
+    assert "kvcanary-broken.sqlite cannot be read" in err
+
+
 @pytest.mark.parametrize("command", ["journal", "replay"])
 def test_help_shows_examples(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")

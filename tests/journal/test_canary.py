@@ -93,7 +93,7 @@ def test_a_disk_that_does_not_answer_delays_an_error_by_the_deadline_only(
     blocked.set()
     assert isinstance(error, KVCorruptionError)
     assert error.journal_flushed is False
-    assert "did not take within 0.3 s" in error.__notes__[0]
+    assert "did not take, within 0.3 s, what led to it" in error.__notes__[0]
 
 
 def test_an_error_that_is_found_while_stopping_is_seen_after_it(make_bench: Callable[..., Bench]) -> None:
