@@ -74,7 +74,7 @@ def journal(
     """
     unread: list[JournalError] = []
     with open_files(target, unread.append) as files:
-        tell_unread(unread)
+        tell_notices(files, unread)
         if incidents:
             _show_incidents(files, limit, json=json)
         elif any((request, page, slot, where, forwards, seq)):
@@ -85,10 +85,11 @@ def journal(
     return int(bool(unread))
 
 
-def tell_unread(errors: Sequence[JournalError]) -> None:
-    """Files that could not be read."""
-    for error in errors:
-        print(f"kvcanary: {error}", file=sys.stderr)
+def tell_notices(files: Sequence[JournalFile], errors: Sequence[JournalError]) -> None:
+    """Say which files could not be read, or not in full."""
+    notices = [file.notice for file in files if file.notice]
+    for text in (*map(str, errors), *notices):
+        print(f"kvcanary: {text}", file=sys.stderr)
 
 
 class Wanted(NamedTuple):

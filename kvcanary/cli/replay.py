@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvcanary.cli.journal import as_json, tell_unread
+from kvcanary.cli.journal import as_json, tell_notices
 from kvcanary.cli.journal_words import fits_kind, rank_of, say
 from kvcanary.events import Event, event_name
 from kvcanary.journal.format import Gap
@@ -63,7 +63,7 @@ def replay(
     specs = [load_observer(name) for name in observer]
     unread: list[JournalError] = []
     with open_files(target, unread.append) as files:
-        tell_unread(unread)
+        tell_notices(files, unread)
         replays = [Replay(file, first_seq=from_) for file in files]
         several = len(files) > 1
         fits = fits_kind(where) if where else None

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from kvcanary.errors import KVCanaryError
-from kvcanary.events import Event, RunStarted, RunStopped, UnknownEvent, msgpack_codec
+from kvcanary.events import SCHEMA_VERSION, Event, RunStarted, RunStopped, UnknownEvent, msgpack_codec
 from kvcanary.journal.format import (
     APPLICATION_ID,
     FILE_PATTERN,
@@ -38,7 +38,7 @@ class JournalError(KVCanaryError, ValueError):
 
 
 class Query(NamedTuple):
-    """What to look for. Events that fit all that is given are found; ``pages`` are (group, page)."""
+    """What to look for; what is given must fit together. ``page``: group and number."""
 
     first_seq: int = 0
     last_seq: int = 1 << 62
@@ -60,7 +60,8 @@ class JournalFile:
         stopped: last event, or None: the run goes on, or its process was killed.
         level: ``incidents`` or ``all``.
         redacted: token ids and digests were withheld.
-        notices: what a reader should be told, such as a newer schema.
+        schema_version: of the events. Older ones are read as they were; of newer ones, what this version does not know
+            stays in :class:`~kvcanary.events.UnknownEvent`, byte for byte, or in fields that are passed over.
 
     Raises:
         JournalError: there is no such file, or it is no journal that can be read.
@@ -92,6 +93,7 @@ class JournalFile:
             raise
         self.level = str(meta.get("level", "all"))
         self.redacted = bool(meta.get("redacted", 0))
+        self.schema_version = int(meta.get("schema_version", SCHEMA_VERSION))
         self._codec = msgpack_codec()
 
     def _admit_lost_tail(self) -> None:
@@ -120,6 +122,16 @@ class JournalFile:
                 "a journal whose process was killed needs a directory that can be written: copy it, with its -wal file"
             )
         return JournalError(f"{self.path} cannot be read ({error}): {hint}")
+
+    @property
+    def notice(self) -> str:
+        """What a reader should be told before the rest, or ""."""
+        if self.schema_version <= SCHEMA_VERSION:
+            return ""
+        return (
+            f"{self.path.name} has events of schema {self.schema_version}, this version knows {SCHEMA_VERSION}: what is "
+            f"new in them is passed over"
+        )
 
     # --- the whole ----------------------------------------------------------------------------------------
 
@@ -317,7 +329,7 @@ def open_files(
                 errors.append(error)
         if errors and (on_error is None or not files):
             raise errors[0]
-        for error in errors:
+        for unread in errors:
             if on_error is not None:
-                on_error(error)
+                on_error(unread)
         yield files
