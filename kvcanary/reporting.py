@@ -17,7 +17,8 @@ from kvcanary.events import Event
 from kvcanary.facts import FactLog
 from kvcanary.feed import Feed
 from kvcanary.journal.gate import Gate
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox, Raise
 from kvcanary.observers import default_folds, default_sinks
 from kvcanary.observers.base import Observer

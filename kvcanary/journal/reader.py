@@ -129,8 +129,8 @@ class JournalFile:
         if self.schema_version <= SCHEMA_VERSION:
             return ""
         return (
-            f"{self.path.name} has events of schema {self.schema_version}, this version knows {SCHEMA_VERSION}: what is "
-            f"new in them is passed over"
+            f"{self.path.name} has events of schema {self.schema_version}, this version knows {SCHEMA_VERSION}: "
+            f"what is new in them is passed over"
         )
 
     # --- the whole ----------------------------------------------------------------------------------------

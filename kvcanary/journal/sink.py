@@ -19,9 +19,8 @@ from kvcanary.delivery import SinkReport, failure
 from kvcanary.errors import ConfigError
 from kvcanary.events import Event, RunStarted
 from kvcanary.journal.format import Frame, Gap
-from kvcanary.journal.recorder import FRAME_BYTES, SEGMENT_BYTES, Begin, End, Item, Level, Recorder
-from kvcanary.journal.retention import make_room
-from kvcanary.journal.store import Store, file_of
+from kvcanary.journal.recorder import FRAME_BYTES, Begin, Item, Level, Recorder
+from kvcanary.journal.writer import Bounds, Writer
 from kvcanary.queues import Gap as Losses
 
 COMMIT_SECONDS = 0.05
@@ -31,26 +30,6 @@ _RETRY_SECONDS = 0.5
 _OVERHEAD = 512  # bytes of a frame that is small
 
 Redact = Callable[[Sequence[Event]], Sequence[Event]]
-
-
-class Bounds(NamedTuple):
-    """Sizes in bytes.
-
-    Attributes:
-        file: of one run's file.
-        directory: of all journals in the directory.
-        queue: of encoded events that wait for the disk.
-        ring: of encoded events that wait for a finding, at level ``incidents``.
-        segment: at which a segment is long enough.
-        pages: pages of SQLite at which a file counts as full; 0: the disk alone says so.
-    """
-
-    file: int = 256 << 20
-    directory: int = 2 << 30
-    queue: int = 32 << 20
-    ring: int = 8 << 20
-    segment: int = SEGMENT_BYTES
-    pages: int = 0
 
 
 class Ticket(NamedTuple):
@@ -275,7 +254,7 @@ class Journal:
     def _main(self) -> None:
         # The file stays on this stack: a forked copy of the process has no such thread, so it can never close it, which
         # would touch a file that its parent goes on writing.
-        writer = _Writer(self._directory, self._bounds, self._notes)
+        writer = Writer(self._directory, self._bounds, self._notes)
         failures = 0
         items: list[Item] = []
         while True:
@@ -339,48 +318,6 @@ class Journal:
                 return True
             self._changed.wait_for(lambda: self._state == "abandoned", _RETRY_SECONDS)
             return self._state == "abandoned"
-
-
-class _Writer:
-    """The file of the present run. After an error it is closed, and opened again by the next try."""
-
-    def __init__(self, directory: Path, bounds: Bounds, notes: dict[str, object]) -> None:
-        self._directory = directory
-        self._bounds = bounds
-        self._notes = notes
-        self._begin: Begin | None = None
-        self._store: Store | None = None
-        self.path: Path | None = None
-
-    def write(self, items: Sequence[Item]) -> None:
-        """Items of one run, all of them or none; the first may begin it, the last may end it."""
-        first = items[0]
-        if isinstance(first, Begin) and first is not self._begin:
-            self._open(first)
-        begin, path = self._begin, self.path
-        if begin is None or path is None:
-            return
-        if self._store is None:
-            self._store = Store(path, begin, self._notes, limit_bytes=self._bounds.file, max_pages=self._bounds.pages)
-        try:
-            self._store.write(items)
-        except sqlite3.Error:
-            self.close()
-            raise
-        if isinstance(items[-1], End):
-            self.close()
-
-    def _open(self, begin: Begin) -> None:
-        self.close()
-        path = file_of(self._directory, begin.started.run)
-        make_room(self._directory, self._bounds.directory - self._bounds.file, keep=path)
-        self._begin, self.path = begin, path
-
-    def close(self) -> None:
-        """Close the file."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
 
 
 def _usable(directory: Path) -> Path:

@@ -13,7 +13,8 @@ from kvcanary.cli.benches.stream import make_events
 from kvcanary.config import CanaryConfig
 from kvcanary.events import Event, GroupInfo, Origin, RunStarted, Ticked, ViolationDetected
 from kvcanary.journal.reader import JournalFile
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.observers.redact import redact_all

@@ -27,7 +27,8 @@ from kvcanary.events import (
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import JournalFile, Query
 from kvcanary.journal.recorder import NOT_KEPT
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.observers.redact import redact_all
 from tests.journal.recording import (
     DIGEST,

@@ -26,7 +26,7 @@ from kvcanary.events import (
 from kvcanary.journal.format import EventEncoder, Frame, Segment, unpack
 from kvcanary.journal.reader import JournalFile, open_files
 from kvcanary.journal.recorder import NOT_KEPT
-from kvcanary.journal.sink import Bounds
+from kvcanary.journal.writer import Bounds
 from kvcanary.replay import Replay, Verdict, config_of, in_order
 from tests.journal.recording import CONFIG, Small, at, faulty, record, recording, seconds_of, started, violation
 

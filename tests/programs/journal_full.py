@@ -10,7 +10,8 @@ from pathlib import Path
 from kvcanary.bus import Bus
 from kvcanary.cli.benches.stream import make_events, make_started
 from kvcanary.config import CanaryConfig
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 

@@ -16,7 +16,8 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import KVCorruptionError
 from kvcanary.events import GroupInfo, Origin, RunStarted, Ticked, ViolationDetected
 from kvcanary.journal.gate import Gate
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.observers.redact import redact_all

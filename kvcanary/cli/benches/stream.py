@@ -34,7 +34,8 @@ from kvcanary.events import (
     ViolationDetected,
     event_name,
 )
-from kvcanary.journal.sink import Bounds, Journal
+from kvcanary.journal.sink import Journal
+from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.observers.base import Fold, Observer
