@@ -298,6 +298,9 @@ def _options(command: Any, arguments: str) -> Iterator[tuple[str, ...]]:
     for name, parameter in inspect.signature(command).parameters.items():
         flag = parameter.default is False
         default = "" if flag or parameter.default in (None, ()) else code(str(parameter.default))
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            yield code(name.upper()), _kind(hints[name]), "", cell(texts[name])
+            continue
         default = "required" if parameter.default is parameter.empty else default
         given = name.upper() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD else f"--{name.rstrip('_')}"
         yield code(given), "" if flag else _kind(hints[name]), default, cell(texts[name])

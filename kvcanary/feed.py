@@ -213,7 +213,7 @@ class Feed:
         if self._keys is None:
             return None
         try:
-            return digest_tokens(self._keys, entry.seed, tokens)
+            return digest_tokens(self._keys, entry.seed, tokens, salts=entry.salts)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             self._failures += 1
             told = f"tokens of request {entry.name}"

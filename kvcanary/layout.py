@@ -327,6 +327,15 @@ class PoolLayout:
             return number
         raise LayoutError(f"no attention group {group!r}; this layout has {[g.name for g in self.groups]}")
 
+    def content(self, group: int) -> str:
+        """Sixteen hexadecimal digits over what a group's seals add up: its parts, each with the words of its sources.
+
+        Where the bytes lie (strides, order of heads and tokens in memory) does not count.
+        """
+        own = self.groups[self.spaces[group]]
+        words = [(part, sorted(map(_logical, own.part_sources(part)))) for part in own.parts]
+        return hashlib.blake2b(repr((own.page_size, words)).encode(), digest_size=8).hexdigest()
+
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits over shapes, strides, dtypes and layer order; no addresses."""
@@ -349,3 +358,14 @@ class PoolLayout:
                 )
                 digest.update(repr(row).encode())
         return digest.hexdigest()
+
+
+def _logical(source: KVSource) -> tuple[int, str, str, list[tuple[int, int]]]:
+    """A source's coordinates, and its runs joined where their words are neighbours, whatever lies between them."""
+    runs: list[tuple[int, int]] = []
+    for run in sorted(source.runs, key=lambda run: run.first_word):
+        if runs and runs[-1][1] % 4 == 0 and runs[-1][0] + runs[-1][1] // 4 == run.first_word:
+            runs[-1] = (runs[-1][0], runs[-1][1] + run.num_bytes)
+        else:
+            runs.append((run.first_word, run.num_bytes))
+    return source.layer, source.component, str(source.dtype), runs

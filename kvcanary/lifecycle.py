@@ -7,6 +7,7 @@ is applied in order on the forward's own stream, so it never overtakes a forward
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,9 @@ from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError, KVCanaryError, LayoutError
 from kvcanary.events import FactsLost
+from kvcanary.exported import Records, refuse_strangers
 from kvcanary.kernels import DeviceFact, FactOp
-from kvcanary.record import hex64, identity_seed
+from kvcanary.record import hex64, identity_seed, key_fingerprint
 from kvcanary.reporting import Reporting
 from kvcanary.requests import Request
 from kvcanary.state import Word
@@ -30,26 +32,18 @@ REUSE_SLOTS = 512
 """Slots of one prefix hit that go to the front of the scrub with ``verify_on_reuse="budgeted"``."""
 
 
-class Records:
-    """Records of pages that left the pool (offload, transfer). Filled by the next step's facts.
-
-    Attributes:
-        group: name of the attention group.
-        pages: how many.
-        words: int64 ``[pages * page_size, 2 + 2 * parts]`` on the cache's device.
-        layout: the layout fingerprint they belong to.
-    """
-
-    __slots__ = ("group", "layout", "pages", "words")
-
-    def __init__(self, group: str, pages: int, words: torch.Tensor, layout: str) -> None:
-        self.group, self.pages, self.words, self.layout = group, pages, words, layout
-
-
 class Lifecycle(Reporting):
     """The lifecycle half of :class:`kvcanary.canary.Canary`."""
 
-    def admit(self, request: str, *, tokens: Sequence[int] = (), start: int = 0, identity: bytes | None = None) -> int:
+    def admit(
+        self,
+        request: str,
+        *,
+        tokens: Sequence[int] = (),
+        start: int = 0,
+        identity: bytes | None = None,
+        salts: Sequence[int] = (),
+    ) -> int:
         """Give a request a row; returns it.
 
         A request that is live already starts anew in the same row (resume, restart).
@@ -59,6 +53,7 @@ class Lifecycle(Reporting):
             tokens: all ids that are known; at least ``start`` of them make the base digest.
             start: tokens whose KV exists already (prefix hit, resume, load).
             identity: what the engine separates cached prefixes by (adapter, cache salt), as bytes.
+            salts: of the first tokens, as the forwards' ``token_salts`` have them; 0, and past the end: none.
 
         Raises:
             BatchError: no row is free, or an argument is not what it should be; nothing has changed then.
@@ -66,8 +61,9 @@ class Lifecycle(Reporting):
         _check_names(request, identity)
         start = _length(request, "start", start)
         seed = identity_seed(self.state.keys, identity)
-        digest, armed = self._base(request, seed, tokens, start)
-        entry = self.registry.admit(request, seed)
+        salts = _salts(request, salts)
+        digest, armed = self._base(request, seed, salts, tokens, start)
+        entry = self.registry.admit(request, seed, salts)
         self._pending.append(
             DeviceFact(
                 FactOp.ADMIT, row=entry.row, tag=entry.tag, position=start, digest=digest, digest2=seed, armed=armed
@@ -89,7 +85,7 @@ class Lifecycle(Reporting):
         """
         entry = self.registry.require(request)
         length = _length(request, "length", length)
-        digest, armed = self._base(request, entry.seed, tokens, length)
+        digest, armed = self._base(request, entry.seed, entry.salts, tokens, length)
         if armed:
             self._pending.append(
                 DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=length, digest=digest, armed=True)
@@ -192,14 +188,18 @@ class Lifecycle(Reporting):
         ordered: bool = False,
         request: str | None = None,
         error: str = "",
+        tier: str = "",
+        blocks: Sequence[int] = (),
     ) -> None:
         """Bytes enter or leave pages by a copy: ``event`` is ``"start"``, ``"landed"`` or ``"failed"``.
 
         At the start of an incoming transfer the pages' records are wiped, so that nothing vouches for them until
-        :meth:`import_records` or a forward does. ``ordered``: the forward's own stream orders the copy.
+        :meth:`import_records` or a forward does. ``ordered``: the forward's own stream orders the copy. ``tier`` and
+        ``blocks``: the other end, where it is memory of this engine outside of the pool (host blocks, staging, places
+        of metadata); the ledger then sees two copies that meet there.
 
         Raises:
-            BatchError: unknown event or direction.
+            BatchError: unknown event or direction, or a tier that has the name of a group.
         """
         if event == "start":
             if direction not in ("in", "out"):
@@ -210,13 +210,33 @@ class Lifecycle(Reporting):
             if direction == "in":
                 self._page_fact(FactOp.WIPE, index, request, pages)
             name = self.layout.groups[index].name
-            self.facts.transfer_started(transfer, name, request or "", _host(pages), direction, ordered=ordered)
+            if len(pages):
+                self.facts.transfer_started(transfer, name, request or "", _host(pages), direction, ordered=ordered)
+            if tier:
+                held, other = self._blocks(tier, blocks), "out" if direction == "in" else "in"
+                self.facts.transfer_started(transfer, tier, request or "", held, other, ordered=ordered)
         elif event == "landed":
             self.facts.transfer_landed(transfer)
         elif event == "failed":
             self.facts.transfer_failed(transfer, error)
         else:
             raise BatchError(f"transfer {transfer!r}: event must be 'start', 'landed' or 'failed', got {event!r}")
+
+    def alloc_blocks(self, tier: str, request: str, blocks: Sequence[int]) -> None:
+        """Blocks outside of the pool (see :meth:`transfer`) were handed out. For the ledger; nothing of them is read.
+
+        Raises:
+            BatchError: the tier has the name of a group, or a block is no number.
+        """
+        self.facts.pages("alloc", tier, request, self._blocks(tier, blocks))
+
+    def free_blocks(self, tier: str, blocks: Sequence[int], request: str | None = None) -> None:
+        """Blocks outside of the pool were taken back.
+
+        Raises:
+            BatchError: the tier has the name of a group, or a block is no number.
+        """
+        self.facts.pages("free", tier, request or "", self._blocks(tier, blocks))
 
     def weights_updated(self, epoch: int) -> None:
         """New weights: everything cached before was made by older ones."""
@@ -264,26 +284,29 @@ class Lifecycle(Reporting):
         parts = self.state.groups[index].seals.shape[0]
         words = torch.zeros(len(pages) * item.page_size, 2 + 2 * parts, dtype=torch.int64, device=self.state.device)
         self._page_fact(FactOp.EXPORT, index, None, pages, records=words)
-        return Records(item.name, len(pages), words, self.layout.fingerprint)
+        layout = self.layout
+        return Records(
+            item.name, len(pages), words, layout.fingerprint, layout.content(index), key_fingerprint(self.state.keys)
+        )
 
-    def import_records(self, group: str | int, pages: Pages, records: Records, request: str | None = None) -> None:
+    def import_records(
+        self, group: str | int, pages: Pages, records: Records, request: str | None = None, *, relaid: bool = False
+    ) -> None:
         """Give pages the records that came with their bytes; the first ``len(pages)`` of them.
 
-        The slots are read again before anything else, so a transfer that brought other bytes is found.
+        The slots are read again before anything else, so a transfer that brought other bytes is found. ``relaid``:
+        whoever moved the bytes laid them out anew (other strides, other parallelism), so only what the group's seals
+        add up must be the same: layers, components, dtypes, heads.
 
         Raises:
-            LayoutError: the records come from another layout or group.
+            LayoutError: the records come from another layout, group or key.
             BatchError: more pages than records.
         """
         index = self.layout.index(group)
         item = self.layout.groups[index]
         if not isinstance(records, Records):
             raise LayoutError(f"import_records() takes what export_records() gave, got {type(records).__name__}")
-        if records.layout != self.layout.fingerprint or records.group != item.name:
-            raise LayoutError(
-                f"records of group {records.group!r} in layout {records.layout} cannot enter group {item.name!r} of "
-                f"layout {self.layout.fingerprint}; both engines need the same layout and the same key"
-            )
+        refuse_strangers(records, self.layout, index, self.state.keys, relaid=relaid)
         pages = self._checked(index, pages)
         if len(pages) > records.pages:
             raise BatchError(f"{len(pages)} pages were loaded, but only {records.pages} pages of records came along")
@@ -294,14 +317,28 @@ class Lifecycle(Reporting):
         self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
         self._log_pages("alloc", index, request, pages)
 
-    def _base(self, request: str, seed: int, tokens: Sequence[int], length: int) -> tuple[int, bool]:
+    def _blocks(self, tier: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        names = [group.name for group in self.layout.groups]
+        if not tier or not isinstance(tier, str) or tier in names:
+            raise BatchError(f"a tier needs a name that no group has ({names}), got {tier!r}")
+        try:
+            numbers = tuple(map(operator.index, blocks))
+        except TypeError:
+            raise BatchError(f"tier {tier!r}: blocks must be whole numbers, got {reprlib.repr(blocks)}") from None
+        if numbers and min(numbers) < 0:
+            raise BatchError(f"tier {tier!r}: blocks count from 0, got {min(numbers)}")
+        return numbers
+
+    def _base(
+        self, request: str, seed: int, salts: Sequence[int], tokens: Sequence[int], length: int
+    ) -> tuple[int, bool]:
         """The digest at ``length`` and whether it is known now; see :meth:`_base_later` for long ones."""
         if length == 0:
             return seed, True
         if not length <= min(len(tokens), INLINE_BASE):
             return 0, False
         try:
-            return digest_tokens(self.state.keys, seed, tokens, length), True
+            return digest_tokens(self.state.keys, seed, tokens, length, salts), True
         except (TypeError, ValueError, OverflowError) as error:
             raise BatchError(f"request {request!r}: tokens must be whole numbers; {error}") from error
 
@@ -361,6 +398,17 @@ def _host(pages: Pages) -> Sequence[int]:
 def _check_names(request: object, identity: object) -> None:
     if not isinstance(request, str) or not isinstance(identity, bytes | None):
         raise BatchError(f"request {request!r}: ids must be strings and identities bytes, got {identity!r}")
+
+
+def _salts(request: str, salts: Sequence[int]) -> tuple[int, ...]:
+    """Salts as they are now; 64 bits each."""
+    try:
+        numbers = tuple(map(operator.index, salts))
+    except TypeError:
+        numbers = (1 << 64,)
+    if any(not -(1 << 63) <= salt < 1 << 64 for salt in numbers):
+        raise BatchError(f"request {request!r}: salts must be whole numbers of 64 bits, got {reprlib.repr(salts)}")
+    return numbers
 
 
 def _length(request: str, name: str, value: int) -> int:

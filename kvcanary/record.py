@@ -22,6 +22,7 @@ text away to a reader who lacks the key.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import zlib
 from collections.abc import Iterable
@@ -118,6 +119,11 @@ def make_keys(secret: int | None = None) -> Keys:
         secret = secrets.randbits(64)
     words = [finalise((secret & MASK64) + 0x9E3779B97F4A7C15 * (i + 1)) for i in range(4)]
     return Keys(signed(words[0]), signed(words[1]), signed(words[2]), signed(words[3]) or 1)
+
+
+def key_fingerprint(keys: Keys) -> str:
+    """Sixteen hexadecimal digits that are the same for the same keys, and do not give them away."""
+    return hashlib.blake2b(repr(tuple(keys)).encode(), digest_size=8, person=b"kvcanary").hexdigest()
 
 
 def finalise(word: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcanary.errors import BatchError
@@ -14,12 +15,13 @@ _REMEMBERED = 1 << 16
 
 @dataclass(slots=True)
 class Request:
-    """A live request. ``seed``: digest seed of its identity."""
+    """A live request. ``seed``: digest seed of its identity; ``salts``: of its first tokens, 0 for none."""
 
     name: str
     tag: int
     row: int
     seed: int
+    salts: Sequence[int] = ()
 
 
 class Registry:
@@ -39,7 +41,7 @@ class Registry:
     def __len__(self) -> int:
         return len(self._live)
 
-    def admit(self, name: str, seed: int) -> Request:
+    def admit(self, name: str, seed: int, salts: Sequence[int] = ()) -> Request:
         """A new tag, and the row the name already has or a free one.
 
         Raises:
@@ -53,7 +55,7 @@ class Registry:
             )
         row = old.row if old is not None else self._free.popleft()
         self._next_tag = self._next_tag % MAX_TAG + 1
-        request = Request(name, self._next_tag, row, seed)
+        request = Request(name, self._next_tag, row, seed, salts)
         self._live[name] = request
         self._names[request.tag] = name
         if len(self._names) > _REMEMBERED + len(self._live):

@@ -10,6 +10,7 @@ import torch
 
 from kvcanary.binding import Binding
 from kvcanary.errors import BatchError
+from kvcanary.layout import KVSource
 from kvcanary.record import (
     FORWARD_BITS,
     MASK32,
@@ -107,6 +108,23 @@ class Tools(Binding):
                 verified, unsealed = verified + counts[0], unsealed + counts[1]
         return VerifyReport(verified, unsealed, tuple(found))
 
+    def nonfinite(self, group: str | int, pages: Sequence[int]) -> tuple[int, ...]:
+        """Slots of pages that hold NaN or infinity now, whether anybody wrote them or not.
+
+        For engines whose kernels fetch whole pages and mask what was not written yet by a product with zero: look at
+        pages that were just handed out. Sources of other dtypes than floating ones are passed over.
+
+        Raises:
+            BatchError: a page outside the pool.
+        """
+        index = self.layout.index(group)
+        slots = self._slots(index, pages)
+        bad = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+        space = self.layout.groups[self.layout.spaces[index]]
+        for source in space.sources:
+            bad |= _nonfinite(source, slots)
+        return tuple(slots[bad].tolist())
+
     def inspect(self, group: str | int, slot: int) -> SlotInfo:
         """One slot's record, its owner, and whether its bytes are still the sealed ones.
 
@@ -202,3 +220,20 @@ class Tools(Binding):
 
     def _part_names(self, group: int) -> tuple[str, ...]:
         return self.layout.groups[self.layout.spaces[group]].parts
+
+
+def _nonfinite(source: KVSource, slots: torch.Tensor) -> torch.Tensor:
+    """Which slots hold numbers that are not finite; bool ``[n]``."""
+    bad = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+    if not source.dtype.is_floating_point:
+        return bad
+    size = source.dtype.itemsize
+    whole = torch.empty(0, dtype=torch.uint8, device=source.tensor.device).set_(source.tensor.untyped_storage())
+    begin = int(source.tensor.storage_offset()) * source.tensor.element_size()
+    pages, offsets = slots // source.page_size, slots % source.page_size
+    starts = pages * source.page_stride + offsets * source.token_stride + begin
+    for run in source.runs:
+        inside = torch.arange(run.num_bytes - run.num_bytes % size, device=slots.device)
+        found = whole[(starts + run.offset)[:, None] + inside]
+        bad |= ~found.view(source.dtype).isfinite().all(1)
+    return bad

@@ -22,6 +22,7 @@ EXAMPLES = """Examples:
   kvcanary demo           clean traffic, then planted faults, each named
   kvcanary demo --json    the same as JSON lines
   kvcanary selftest       do the kernels work on this machine?
+  kvcanary simulate DIR   play scenario files: is each fault reported, and nothing else?
   kvcanary bench --list   what can be measured
   kvcanary journal DIR    what runs recorded
   kvcanary replay DIR     the same events through the observers again
@@ -34,7 +35,7 @@ Exit status:
   2    a wrong call, setting or installation
 """
 
-COMMANDS = ("demo", "selftest", "bench", "journal", "replay")
+COMMANDS = ("demo", "selftest", "simulate", "bench", "journal", "replay")
 """Each is the function of its own name in the module of that name beside this one; its docstring is its help."""
 
 EXTRAS = {

@@ -5,7 +5,6 @@ It finds a wrong compiler before that cries wolf.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from kvcanary.cli.benches.running import Setting, describe_machine
+from kvcanary.cli.interpreter import interpret_triton
 from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,13 +133,7 @@ def _candidate(backend: str, device: str) -> Kernels:
     if backend == "auto":
         backend = "triton"
     if backend == "triton" and device == "cpu":
-        # Read when the kernels are defined, so it must be set before they are imported.
-        if "kvcanary.kernels.triton_backend" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError(
-                "the Triton kernels were loaded for a GPU in this process already; run the selftest in a process of "
-                "its own, or with TRITON_INTERPRET=1"
-            )
-        os.environ["TRITON_INTERPRET"] = "1"
+        interpret_triton()
     return load_kernels(backend, device)
 
 

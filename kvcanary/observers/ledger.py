@@ -87,6 +87,11 @@ class Flight(msgspec.Struct, gc=False, eq=False):
     forward: int
     spans: list[tuple[str, int, int]] = []
 
+    @property
+    def key(self) -> tuple[str, bool]:
+        """What it is known by: of one copy between two places of an engine, one end is entered and one is left."""
+        return self.name, self.inward
+
     def __str__(self) -> str:
         order = "in stream order" if self.ordered else "which no stream orders"
         return f"transfer {self.name} ({'in' if self.inward else 'out'}, {order}, since forward {self.forward})"
@@ -236,8 +241,8 @@ class Ledger:
         """Facts are missing: every page is unknown from here on."""
         self._spaces: dict[str, Space] = {}
         self._lives: dict[str, Life] = {}
-        self.flights: dict[str, Flight] = {}
-        self.failed: dict[str, Flight] = {}
+        self.flights: dict[tuple[str, bool], Flight] = {}
+        self.failed: dict[tuple[str, bool], Flight] = {}
 
     def forget_before(self, forward: int) -> None:
         """Facts may be missing before ``forward``: pages of older generations are unknown."""
@@ -263,6 +268,10 @@ class Ledger:
                 self._lives.pop(next(iter(self._lives)))
             life = self._lives[name] = Life(name)
         return life
+
+    def is_tier(self, group: str) -> bool:
+        """Whether it is memory outside of the pool, which no forward touches."""
+        return bool(self.groups) and group not in self.groups
 
     def known(self, name: str) -> Life | None:
         """The living request of this name, if there is one."""

@@ -69,13 +69,13 @@ class _State(msgspec.Struct, frozen=True, gc=False):
 def state_of(ledger: Ledger) -> dict[str, Any]:
     """Who holds what, and who held it. Failed loads are left out: of them a reader claims less, never more."""
     pages: list[_Pages] = []
-    spans: dict[str, list[_Span]] = {name: [] for name in ledger.flights}
+    spans: dict[tuple[str, bool], list[_Span]] = {key: [] for key in ledger.flights}
     for group, first, count, entry in ledger.all_spans():
         pages.append(_pages(group, first, count, entry))
         for flight in entry.notes.flights + entry.notes.intruders:
-            spans[flight.name].append(_Span(group, first, count))
+            spans[flight.key].append(_Span(group, first, count))
     flights = [
-        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans[one.name])
+        _Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans[one.key])
         for one in ledger.flights.values()
     ]
     state: dict[str, Any] = msgspec.to_builtins(_State(ledger.epoch, ledger.updates, pages, flights))
@@ -132,7 +132,8 @@ def restore(ledger: Ledger, state: dict[str, Any]) -> None:
     ledger.epoch, ledger.updates = given.epoch, given.updates
     for one in given.flights:
         spans = [(span.group, span.first, span.count) for span in one.spans]
-        ledger.flights[one.name] = Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans)
+        flight = Flight(one.name, one.request, one.inward, one.ordered, one.forward, spans)
+        ledger.flights[flight.key] = flight
     lives = _Lives(ledger)
     for pages in given.pages:
         space = ledger.space(pages.group)

@@ -19,20 +19,22 @@ class Transfers:
 
     def started(self, fact: TransferStarted) -> None:
         """Bytes are about to enter or leave pages. The same id again adds pages to a transfer."""
-        ledger = self._ledger
-        ledger.failed.pop(fact.transfer, None)
-        flight = ledger.flights.get(fact.transfer)
+        ledger, key = self._ledger, (fact.transfer, fact.direction == "in")
+        ledger.failed.pop(key, None)
+        flight = ledger.flights.get(key)
         if flight is None:
             request = next(iter(fact.requests), "")
             flight = Flight(fact.transfer, request, fact.direction == "in", fact.ordered, fact.forward)
-            ledger.flights[fact.transfer] = flight
+            ledger.flights[key] = flight
         space = ledger.space(fact.group)
+        # Whatever forward is still running, it touches nothing outside of the pool.
+        retired = fact.forward if ledger.is_tier(fact.group) else fact.retired
         for run in fact.runs:
             flight.spans.append((fact.group, run.first, run.count))
             for first, count, entry in space.spans(run.first, run.count):
                 known = entry if entry is not None else Entry(UNKNOWN, 0)
                 if flight not in known.notes.flights:
-                    space.put(first, count, self._start(fact.retired, flight, Pages(fact.group, first, count), known))
+                    space.put(first, count, self._start(retired, flight, Pages(fact.group, first, count), known))
 
     def _start(self, retired: int, flight: Flight, pages: Pages, entry: Entry) -> Entry:
         for other in entry.notes.flights + entry.notes.intruders:
@@ -73,25 +75,27 @@ class Transfers:
 
     def landed(self, fact: TransferLanded) -> None:
         """The bytes are there."""
-        flight = self._ledger.flights.pop(fact.transfer, None)
-        if flight is not None:
-            self._end(flight, failed=0)
-            return
-        flight = self._ledger.failed.pop(fact.transfer, None)
-        if flight is not None:
-            self._landed_after_all(flight)
+        for key in _ends(fact.transfer):
+            flight = self._ledger.flights.pop(key, None)
+            if flight is not None:
+                self._end(flight, failed=0)
+                continue
+            flight = self._ledger.failed.pop(key, None)
+            if flight is not None:
+                self._landed_after_all(flight)
 
     def failed(self, fact: TransferFailed) -> None:
         """What the pages of a load hold is nobody's."""
         ledger = self._ledger
-        flight = ledger.flights.pop(fact.transfer, None)
-        if flight is None:
-            return
-        self._end(flight, failed=max(fact.forward, 1) if flight.inward else 0)
-        if flight.inward:
-            if len(ledger.failed) >= MAX_FAILED:
-                ledger.failed.pop(next(iter(ledger.failed)))
-            ledger.failed[fact.transfer] = flight
+        for key in _ends(fact.transfer):
+            flight = ledger.flights.pop(key, None)
+            if flight is None:
+                continue
+            self._end(flight, failed=max(fact.forward, 1) if flight.inward else 0)
+            if flight.inward:
+                if len(ledger.failed) >= MAX_FAILED:
+                    ledger.failed.pop(next(iter(ledger.failed)))
+                ledger.failed[key] = flight
 
     def _end(self, flight: Flight, *, failed: int) -> None:
         for group, start, length in flight.spans:
@@ -156,3 +160,8 @@ class Transfers:
 
     def _overlap(self, pages: Pages, request: str, other: str, detail: str) -> None:
         self._findings.violated("TRANSFER_OVERLAP", pages, request, other, detail)
+
+
+def _ends(transfer: str) -> tuple[tuple[str, bool], tuple[str, bool]]:
+    """A copy that leaves one place of the engine for another touches both."""
+    return (transfer, True), (transfer, False)

@@ -12,7 +12,7 @@ from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import BatchError, ConfigError, LayoutError
 from kvcanary.events import Event
-from kvcanary.lifecycle import INLINE_BASE, Records
+from kvcanary.lifecycle import INLINE_BASE
 from tests.canary.conftest import Bench
 from tests.canary.hand import HandEngine
 
@@ -95,7 +95,8 @@ def test_an_engine_may_go_on_changing_the_long_list_of_tokens_that_it_passed(ben
 
 def test_records_of_another_shape_are_refused_by_the_import(bench: Bench) -> None:
     bench.engine.admit("a", 6)
-    forged = Records("full", 1, torch.zeros(4, 99, dtype=torch.int64), bench.canary.layout.fingerprint)
+    made = bench.canary.export_records("full", [50])
+    forged = dataclasses.replace(made, words=torch.zeros(4, 99, dtype=torch.int64))
     for records in (forged, None):
         with pytest.raises(LayoutError):
             bench.canary.import_records("full", [50], cast("Any", records))

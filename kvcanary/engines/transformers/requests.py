@@ -12,7 +12,7 @@ from kvcanary.errors import BatchError
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
     from kvcanary.engines.base import Patches
-    from kvcanary.lifecycle import Records
+    from kvcanary.exported import Records
 
 
 class Tables(Protocol):
