@@ -132,7 +132,8 @@ class Forward:
     ) -> Line | None:
         """A row in one group; None where it takes no part in it."""
         reads, first, writes = told
-        name = group.name
+        # A translated group is addressed by the full slots.
+        name = self.pool.first if group.translated else group.name
         own = list(held.tables.get(name, ())) if held is not None else []
         table = reads.get(name)
         if table is None and not own and name not in writes:

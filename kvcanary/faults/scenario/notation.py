@@ -73,7 +73,7 @@ def parse_event(text: str) -> Happening:
 
 def _near(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _listed(names: Any) -> str:
@@ -315,9 +315,8 @@ def _writes(text: str) -> tuple[Places, Fault]:
         elif word == "only" and value:
             fault["only"] = tuple(name_in(name, "a source") for name in value)
         else:
-            raise NotationError(
-                f"expected tok T, lost, nan, lands SLOTS or only SOURCES, got {word} {' '.join(value)!r}"
-            )
+            found = " ".join([word, *value])
+            raise NotationError(f"expected tok T, lost, nan, lands SLOTS or only SOURCES, got {found!r}")
     return places, Fault(**fault)
 
 
@@ -394,7 +393,7 @@ FORMS: dict[str, Form] = {
     "copy_land": Form("copy_land X or copy_land X(k) or copy_land X(0..1)", _copy_land),
     "copy_done": Form("copy_done X", _copy_told),
     "copy_fail": Form("copy_fail X", _copy_told),
-    "write": Form("write(A, 8) or write(A, 8, tok, pos)", _write),
+    "write": Form("write(A, 8) or write(A, 8, 77, 3)", _write),
     "flip": Form("flip(7) or flip(7, k)", _change),
     "spoil": Form("spoil(7) or spoil(7, k)", _change),
     "scramble": Form("scramble(h0..h3)", _change),

@@ -105,11 +105,12 @@ class Twin(Struct, frozen=True, forbid_unknown_fields=True):
 class Document(Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it is written."""
 
-    case: str
     summary: str
     groups: Annotated[tuple[Group, ...], Meta(min_length=1)]
     events: Annotated[tuple[str, ...], Meta(min_length=1)]
     expect: Literal["nothing"] | tuple[Expected, ...]
+    case: str = ""
+    """public reports of the fault: ``owner/repository#number``, separated by commas; "" if it is made up"""
     kind: Annotated[int, Meta(ge=0, le=12)] = 0
     """kind of fault, as the catalogue of public cases numbers them; 0: none of the twelve"""
     why: str = ""
@@ -289,7 +290,7 @@ class _Reader:
 def nearest(word: str, known: Sequence[str]) -> str:
     """A hint at the word that was probably meant."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 _BY_KEY: dict[str, type[Struct]] = {
