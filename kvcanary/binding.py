@@ -31,12 +31,14 @@ class Binding:
     Attributes:
         config: as it was given.
         next_forward: number of the next forward, from 1 in each run.
+        run: id of the run; "" before the first pool.
         kernels: of the pool's device; None before the first pool.
     """
 
     def __init__(self, config: CanaryConfig) -> None:
         self.config = config
         self.next_forward = 1
+        self.run = ""
         self.kernels: Kernels | None = None
         self._layout: PoolLayout | None = None
         self._state: DeviceState | None = None

@@ -128,6 +128,7 @@ class Canary(Lifecycle, Tools):
         started = describe_run(
             self, engine=engine, engine_version=engine_version, unarmed=unarmed or {}, ranks=ranks or {}
         )
+        self.run = started.run
         self.facts.new_run()
         self.facts.spaces = {g.name: g.arena for g in layout.groups if g.arena is not None}
         self.feed.begin(started, self._ring, Decoder(layout, self._registry.name_of), self.state.keys)

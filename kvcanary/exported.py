@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcanary.errors import LayoutError
+from kvcanary.kernels.ref_words import sealed
 from kvcanary.layout import PoolLayout
-from kvcanary.record import Keys, key_fingerprint
+from kvcanary.record import MAX_TAG, TAG_SHIFT, Keys, key_fingerprint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Records of pages that left the pool (offload, transfer). Filled by the next step's facts.
+    """Records of pages that left the pool (offload, transfer).
+
+    Filled by the next step's facts. Another engine takes them when that step is done on the device.
 
     Attributes:
         group: name of the attention group.
@@ -22,6 +25,7 @@ class Records:
         layout: the layout fingerprint they belong to.
         content: fingerprint of what the group's seals add up, wherever it lies.
         key: fingerprint of the key they were made with.
+        run: the run that exported them, whose requests they name.
     """
 
     group: str
@@ -30,6 +34,16 @@ class Records:
     layout: str
     content: str
     key: str
+    run: str
+
+
+def adopted(words: torch.Tensor, tag: int) -> torch.Tensor:
+    """Records of another run, written by request ``tag`` of this one: their own tags mean other requests here."""
+    words = words.clone()
+    writers = words[:, 3::2]
+    named = (writers & ~(MAX_TAG << TAG_SHIFT)) | (tag << TAG_SHIFT)
+    words[:, 3::2] = torch.where(sealed(writers), named, writers)
+    return words
 
 
 def refuse_strangers(records: Records, layout: PoolLayout, group: int, keys: Keys, *, relaid: bool) -> None:

@@ -16,7 +16,7 @@ from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError, KVCanaryError, LayoutError
 from kvcanary.events import FactsLost
-from kvcanary.exported import Records, refuse_strangers
+from kvcanary.exported import Records, adopted, refuse_strangers
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.record import hex64, identity_seed, key_fingerprint
 from kvcanary.reporting import Reporting
@@ -284,10 +284,8 @@ class Lifecycle(Reporting):
         parts = self.state.groups[index].seals.shape[0]
         words = torch.zeros(len(pages) * item.page_size, 2 + 2 * parts, dtype=torch.int64, device=self.state.device)
         self._page_fact(FactOp.EXPORT, index, None, pages, records=words)
-        layout = self.layout
-        return Records(
-            item.name, len(pages), words, layout.fingerprint, layout.content(index), key_fingerprint(self.state.keys)
-        )
+        layout, key = self.layout, key_fingerprint(self.state.keys)
+        return Records(item.name, len(pages), words, layout.fingerprint, layout.content(index), key, self.run)
 
     def import_records(
         self, group: str | int, pages: Pages, records: Records, request: str | None = None, *, relaid: bool = False
@@ -314,6 +312,8 @@ class Lifecycle(Reporting):
         shape = (len(pages) * item.page_size, 2 + 2 * self.state.groups[index].seals.shape[0])
         if words.dtype != torch.int64 or words.shape != shape:
             raise LayoutError(f"records must be int64 {shape}, got {words.dtype} {tuple(words.shape)}")
+        if records.run != self.run:
+            words = adopted(words, self._tag_of(request))
         self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
         self._log_pages("alloc", index, request, pages)
 
@@ -379,12 +379,15 @@ class Lifecycle(Reporting):
     ) -> None:
         if len(pages) == 0:
             return
-        entry = self._registry.get(request) if request else None
         # By position: keywords cost more than the rest of the call, and there are as many as rows that grow.
-        fact = DeviceFact(op, group, pages, targets, -1, 0 if entry is None else entry.tag)
+        fact = DeviceFact(op, group, pages, targets, -1, self._tag_of(request))
         if records is not None:
             fact.records = records
         self._pending.append(fact)
+
+    def _tag_of(self, request: str | None) -> int:
+        entry = self._registry.get(request) if request else None
+        return 0 if entry is None else entry.tag
 
     def _log_pages(self, kind: str, group: int, request: str | None, pages: Pages) -> None:
         self.facts.pages(kind, self.layout.groups[group].name, request or "", _host(pages))

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from kvcanary.events import OwnershipViolated
 from kvcanary.observers.explain import Explanation
+from kvcanary.observers.ledger import Owner
 
 
-def explain_ownership(event: OwnershipViolated) -> Explanation:
-    """The words for a broken rule of ownership."""
+def explain_ownership(event: OwnershipViolated, owners: Sequence[Owner] = ()) -> Explanation:
+    """The words for a broken rule of ownership. ``owners``: who held its page, newest first, as the ledger has it."""
     found, expected, cause = _LEDGER.get(event.kind, ("a rule of ownership broken", "the rule kept", "unknown"))
     place = [f"request {event.request or '?'}", f"group {event.group or '?'}"]
     place += [f"page {event.page}"] if event.page >= 0 else []
     headline = f"{event.kind}: {', '.join(place)}: found {found}, expected {expected}, forward {event.forward}"
     suffers = (f"request {event.other} is the other party",) if event.other else ()
-    return Explanation(headline, cause, (*((event.detail,) if event.detail else ()), *suffers), found, expected)
+    detail = (event.detail,) if event.detail else ()
+    return Explanation(headline, cause, (*detail, *suffers, *_history(owners)), found, expected)
 
+
+def _history(owners: Sequence[Owner]) -> Iterator[str]:
+    for owner in owners[:MOST_OWNERS]:
+        who = f"request {owner.request}" if owner.request else "somebody"
+        if owner.until:
+            yield f"{who} held the page from forward {owner.since} until it was taken back for forward {owner.until}"
+        else:
+            yield f"{who} holds the page since forward {owner.since}"
+
+
+MOST_OWNERS = 3
+"""Its holder, and two before."""
 
 _LEDGER: dict[str, tuple[str, str, str]] = {
     "EARLY_REUSE": (

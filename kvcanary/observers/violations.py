@@ -190,9 +190,10 @@ class ViolationsFold:
         return opened
 
     def _words(self, finding: Finding) -> Explanation:
-        if isinstance(finding, OwnershipViolated):
-            return explain_ownership(finding)
-        return explain(finding, self._owners(finding.group, finding.page, finding.forward))
+        owners = self._owners(finding.group, finding.page, finding.forward)
+        return (
+            explain(finding, owners) if isinstance(finding, ViolationDetected) else explain_ownership(finding, owners)
+        )
 
     def _update(self, source: Event, incident: _Incident) -> IncidentUpdated:
         incident.mark_told()

@@ -13,6 +13,7 @@ from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import BatchError, LayoutError
+from kvcanary.events import ViolationDetected
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
 from kvcanary.testing import EventRecorder
 
@@ -50,7 +51,7 @@ class Side:
     def kinds(self) -> list[str]:
         assert self.canary.flush(5)
         assert self.canary.bus.flush(float("inf"))
-        return [event.kind for event in self.recorder.events if type(event).__name__ == "ViolationDetected"]  # type: ignore[attr-defined]
+        return [event.kind for event in self.recorder.of(ViolationDetected)]
 
 
 @pytest.fixture
@@ -78,11 +79,12 @@ def filled(side: Side) -> Any:
 
 def taken(side: Side, records: Any, **how: Any) -> None:
     """Take records in for a request that has four tokens, and read them twice."""
-    side.canary.admit("a", tokens=range(4), start=4)
-    side.canary.alloc("full", "a", [0, 1, 2])
-    side.canary.import_records("full", [0, 1], records, "a", **how)
-    side.forward("a", 4, 1)
-    side.forward("a", 5, 1)
+    side.canary.admit("other")
+    side.canary.admit("b", tokens=range(4), start=4)
+    side.canary.alloc("full", "b", [0, 1, 2])
+    side.canary.import_records("full", [0, 1], records, "b", **how)
+    side.forward("b", 4, 1)
+    side.forward("b", 5, 1)
 
 
 def test_records_and_bytes_that_belong_together_are_taken_in_silence(sides: Any) -> None:
@@ -97,6 +99,14 @@ def test_records_whose_bytes_stayed_behind_are_found(sides: Any) -> None:
     prefill, decode = sides(), sides()
     taken(decode, filled(prefill))
     assert set(decode.kinds()) == {"CONTENT"}
+
+
+def test_a_record_of_another_engine_is_laid_to_whoever_took_it_in(sides: Any) -> None:
+    decode = sides()
+    taken(decode, filled(sides()))
+    assert decode.kinds()
+    named = {event.writer_request for event in decode.recorder.of(ViolationDetected)}
+    assert named == {"b"}
 
 
 def test_records_of_another_layout_are_refused(sides: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvcanary.events import OwnershipViolated, ViolationDetected
 from kvcanary.observers.explain import docs_link, explain, flipped_bit
 from kvcanary.observers.explain_ownership import explain_ownership
+from kvcanary.observers.ledger import Life, Owner
 from kvcanary.record import Kind, fingerprint_bytes, hex64
 
 MINE = {"request": "a", "tag": 1}
@@ -89,6 +90,16 @@ def test_every_rule_of_ownership_has_words_of_its_own(kind: str) -> None:
     assert words.headline.startswith(f"{kind}: request b, group full, page 5: found ")
     assert words.cause != "unknown"
     assert words.evidence == ("request a is the other party",)
+
+
+def test_a_broken_rule_tells_the_last_owners_of_its_page() -> None:
+    owners = (Owner(Life("c"), 9), Owner(Life("b"), 5, 9), Owner(Life("a"), 2, 5))
+    event = OwnershipViolated(kind="DOUBLE_FREE", group="full", page=5, request="b", forward=9)
+    assert explain_ownership(event, owners).evidence == (
+        "request c holds the page since forward 9",
+        "request b held the page from forward 5 until it was taken back for forward 9",
+        "request a held the page from forward 2 until it was taken back for forward 5",
+    )
 
 
 @pytest.mark.parametrize("bit", [0, 1, 13, 31])
