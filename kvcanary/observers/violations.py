@@ -191,9 +191,9 @@ class ViolationsFold:
 
     def _words(self, finding: Finding) -> Explanation:
         owners = self._owners(finding.group, finding.page, finding.forward)
-        return (
-            explain(finding, owners) if isinstance(finding, ViolationDetected) else explain_ownership(finding, owners)
-        )
+        if isinstance(finding, OwnershipViolated):
+            return explain_ownership(finding, owners)
+        return explain(finding, owners)
 
     def _update(self, source: Event, incident: _Incident) -> IncidentUpdated:
         incident.mark_told()
