@@ -199,7 +199,8 @@ OWN_WORDS = {
     "all of it (`full`)",
     "track_ownership": "keep the ledger of who holds which page, on the host",
     "check_nonfinite": "report NaN and infinity in the bytes of new tokens",
-    "poison": "find writes that never came. No kernel of this version places poison: other values are refused",
+    "poison": "find writes that never came, see [poison](checks.md#poison): `sample` puts a few bytes into each new "
+    "slot, `full` (for CI) also fills pages when they are handed out",
     "log_profile": "names of the fields in the log, see [logs](../how-to/logs.md)",
     "fact_queue": "lifecycle calls that may wait for the drain; what does not fit is lost, counted, and told as "
     "`facts.lost`",

@@ -18,7 +18,7 @@ from kvcanary.kernels import DeviceFact, Kernels
 from kvcanary.layout import PoolLayout
 from kvcanary.record import make_keys
 from kvcanary.requests import Registry
-from kvcanary.state import DeviceState, Limits, Word
+from kvcanary.state import DeviceState, Limits, PoisonMode, Word
 
 Pages = Sequence[int] | torch.Tensor
 
@@ -44,6 +44,7 @@ class Binding:
         self._state: DeviceState | None = None
         self._registry = Registry(0)
         self._armed = False
+        self._poison: PoisonMode = "off"
         self._pending: list[DeviceFact] = []
         self._late: deque[DeviceFact] = deque()
         self._stream: Any = None
@@ -139,6 +140,7 @@ class Binding:
             ring_quota=config.ring_quota_per_kind,
             snapshots=config.snapshots,
             head_entries=config.head_entries_per_forward,
+            poison=self._poison,
         )
         self._state = DeviceState(layout, make_keys(config.key), limits)
         self._layout, self.kernels = layout, kernels

@@ -50,11 +50,6 @@ class Canary(Lifecycle, Tools):
     def __init__(self, config: CanaryConfig, *, observers: Sequence[Observer] = ()) -> None:
         if config.mode == "off":
             raise ConfigError("mode 'off' makes no canary; use install_canary() or watch(), which return none then")
-        if config.poison != "off":
-            raise ConfigError(
-                f"poison={config.poison!r}: no kernel of this version places poison, so it would find nothing; "
-                "set 'off'"
-            )
         super().__init__(config, observers)
         self._suppressed: set[Role] = set()
         self._due = dict.fromkeys(_ROLES, 0)
@@ -94,7 +89,8 @@ class Canary(Lifecycle, Tools):
             max_rows: most requests that are live at the same time.
             engine: its name, for the log.
             engine_version: of the engine.
-            unarmed: checks whose facts the engine cannot deliver, each with its reason.
+            unarmed: checks whose facts the engine cannot deliver, each with its reason. An engine that writes before
+                :meth:`enter` names ``WRITE_MISSING``: no poison is placed then.
             quarantine: what takes requests out of service; without it that mode is refused.
             stream: ``torch.cuda.Stream`` that orders the engine's forwards; None: the current one.
             ranks: ``dp_rank``, ``tp_rank``, ``pp_rank``.
@@ -107,6 +103,7 @@ class Canary(Lifecycle, Tools):
         kernels = load_kernels(self.config.backend, layout.device.type)
         if self.bound:
             self.unbind()
+        self._poison = "off" if "WRITE_MISSING" in (unarmed or {}) else self.config.poison
         self._take_pool(layout, kernels, max_tokens=max_tokens, max_batch_rows=max_batch_rows, max_rows=max_rows)
         try:
             kernels.prepare(self.state)
@@ -233,7 +230,8 @@ class Canary(Lifecycle, Tools):
         if Role.SEAL in self._suppressed:
             self._kernels.abandon(self.state)
         else:
-            self._kernels.seal(self.state, part, scrub, last=True, nonfinite=self.config.check_nonfinite)
+            nonfinite = self.config.check_nonfinite
+            self._kernels.seal(self.state, part, scrub, last=True, nonfinite=nonfinite, poison=self._poison)
         self._host_ns += time.perf_counter_ns() - began
 
     def abandon(self) -> None:
@@ -249,12 +247,13 @@ class Canary(Lifecycle, Tools):
             self._due["mark"] += 1
             self._due["check"] += 1
         marks = Role.MARK not in self._suppressed
+        poison = self._part if self._poison != "off" else ""
         if marks and self._full:
-            kernels.mark(state, batch, self._full, first=True)
+            kernels.mark(state, batch, self._full, first=True, poison=poison)
         if Role.CHECK not in self._suppressed:
             kernels.check(state, batch, self._all)
         if marks and self._rings:
-            kernels.mark(state, batch, self._rings, first=not self._full)
+            kernels.mark(state, batch, self._rings, first=not self._full, poison=poison)
         every = self.config.swa_divergence_every
         if every and self._window_pair is not None:
             self._due["window"] += self._counted and self.next_forward % every == 0

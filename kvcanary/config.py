@@ -62,7 +62,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     track_ownership: bool = True
     check_nonfinite: bool = True
     poison: Literal["off", "sample", "full"] = "off"
-    """find writes that never came: one row of each new slot, or whole slots (for CI)"""
+    """find writes that never came: some bytes of each new slot, or (for CI) also whole slots at allotment"""
     redact: bool = True
     """sinks withhold token ids and digests; the error in the process keeps all"""
     log: str | None = None
@@ -111,6 +111,11 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"journal_file_mib is {self.journal_file_mib}; expected at most journal_dir_mib, which is "
                 f"{self.journal_dir_mib}"
+            )
+        if self.poison != "off" and self.fingerprint == "off":
+            raise ConfigError(
+                f"poison is {self.poison!r} and fingerprint is 'off'; it is looked for where new tokens are sealed: "
+                "set fingerprint='full'"
             )
         if self.key is not None and not -(1 << 63) <= self.key < 1 << 64:
             raise ConfigError("key does not fit 64 bits; expected a whole number from -2**63 to 2**64 - 1, or None")

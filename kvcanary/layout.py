@@ -195,6 +195,8 @@ class AttentionGroup:
             lists over one pool of blocks).
         offset_follows_position: a slot's offset in its page is its position modulo the page size (modulo
             ``ring`` first); switch off for engines that place tokens freely.
+        zero_on_allot: the engine clears pages when it hands them out, and its kernels read places that no forward
+            wrote; no poison is put there.
     """
 
     name: str
@@ -213,6 +215,7 @@ class AttentionGroup:
     arena: Arena | None = None
     shares: str | None = None
     offset_follows_position: bool = False
+    zero_on_allot: bool = False
     parts: tuple[str, ...] = field(init=False, default=())
     """names of the parts, in the order of their first source"""
 

@@ -134,6 +134,9 @@ class Lifecycle(Reporting):
     def alloc(self, group: str | int, request: str, pages: Pages) -> None:
         """The allocator handed out pages; what their records said is forgotten."""
         self._tell("alloc", FactOp.ALLOC, group, request, pages)
+        # Not pages in device tensors: whether a load fills them could not be told from here.
+        if self._poison == "full" and not isinstance(pages, torch.Tensor):
+            self._page_fact(FactOp.POISON, group, request, self._checked(group, pages))
 
     def own(self, group: str | int, request: str, pages: Pages) -> None:
         """Pages were handed on with their contents: the owner changes, the records stay."""
@@ -170,6 +173,7 @@ class Lifecycle(Reporting):
         sources, targets = self._checked(index, sources), self._checked(index, targets)
         if len(sources) != len(targets):
             raise BatchError(f"move needs as many targets as sources, got {len(sources)} and {len(targets)}")
+        self._keep_bytes(index, targets)
         self._page_fact(FactOp.COPY, index, request, sources, targets=targets)
         self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
 
@@ -208,6 +212,7 @@ class Lifecycle(Reporting):
             self.facts.retired = self._retired()  # an unordered copy is judged by what is done by now
             index = self.layout.index(group)
             if direction == "in":
+                self._keep_bytes(index, pages)
                 self._page_fact(FactOp.WIPE, index, request, pages)
             name = self.layout.groups[index].name
             if len(pages):
@@ -314,6 +319,7 @@ class Lifecycle(Reporting):
             raise LayoutError(f"records must be int64 {shape}, got {words.dtype} {tuple(words.shape)}")
         if records.run != self.run:
             words = adopted(words, self._tag_of(request))
+        self._keep_bytes(index, pages)
         self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
         self._log_pages("alloc", index, request, pages)
 
@@ -366,6 +372,16 @@ class Lifecycle(Reporting):
         index = self.layout.index(group)
         item = self.layout.groups[index]
         return self._places.setdefault(group, (index, item.name, item.num_pages))
+
+    def _keep_bytes(self, group: str | int, pages: Pages) -> None:
+        """Let pages out of what is to be filled with poison at the next step: by then they may hold what was loaded."""
+        if self._poison != "full":
+            return
+        index = self.layout.index(group)
+        known = None if isinstance(pages, torch.Tensor) else set(pages)
+        for fact in self._pending:
+            if fact.op is FactOp.POISON and self.layout.spaces[fact.group] == self.layout.spaces[index]:
+                fact.pages = () if known is None else [page for page in _host(fact.pages) if page not in known]
 
     def _page_fact(
         self,

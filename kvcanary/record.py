@@ -33,6 +33,7 @@ MASK32 = 0xFFFF_FFFF
 MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 MIX_SHIFTS = (30, 27, 31)
 MIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15
 
 WORD_STEP = 0x9E3779B1
 WORD_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -46,6 +47,14 @@ TAG_BITS = 24
 TAG_SHIFT = 32
 FLAG_SHIFT = 56
 MAX_TAG = (1 << TAG_BITS) - 1
+
+POISON_BYTES = 16
+"""Length of the poison pattern."""
+POISON_LEAST = 8
+"""Runs of fewer bytes take no poison: what a model writes would equal so short a pattern by chance."""
+POISON_CLEAR = 0xBFBF_BFBF_BFBF_BFBF
+POISON_SET = 0x0101_0101_0101_0101
+"""Eight bytes' bits that may be set, and those that are."""
 
 OWNER_UNKNOWN = 0
 OWNER_HELD = 1
@@ -117,7 +126,7 @@ def make_keys(secret: int | None = None) -> Keys:
     """Keys derived from ``secret`` (any integer), or random ones when it is None."""
     if secret is None:
         secret = secrets.randbits(64)
-    words = [finalise((secret & MASK64) + 0x9E3779B97F4A7C15 * (i + 1)) for i in range(4)]
+    words = [finalise((secret & MASK64) + GOLDEN * (i + 1)) for i in range(4)]
     return Keys(signed(words[0]), signed(words[1]), signed(words[2]), signed(words[3]) or 1)
 
 
@@ -190,6 +199,43 @@ def fingerprint_bytes(seed: int, data: bytes, first_word: int = 0) -> int:
     for i in range(0, len(data), 4):
         total += word_key(seed, first_word + i // 4) * int.from_bytes(data[i : i + 4], "little")
     return signed(total)
+
+
+class Poison(NamedTuple):
+    """What a forward puts into the new slots of one group, and where. ``pattern`` is as the bytes lie in memory."""
+
+    choice: int
+    """32 bits that choose the run"""
+    block: int
+    """32 bits that choose the bytes in it"""
+    low: int
+    high: int
+
+    @property
+    def pattern(self) -> bytes:
+        """The sixteen bytes."""
+        return self.low.to_bytes(8, "little") + self.high.to_bytes(8, "little")
+
+    def start(self, num_bytes: int) -> int:
+        """Where in a run of ``num_bytes`` the pattern begins; a shorter run takes the first bytes of it."""
+        blocks = -(-num_bytes // POISON_BYTES)
+        return min(self.block % blocks * POISON_BYTES, max(num_bytes - POISON_BYTES, 0))
+
+
+def poison(keys: Keys, forward: int, group: int) -> Poison:
+    """The poison of a forward and group; forward 0 stands for pages at their allotment.
+
+    Bit 6 of every byte is clear and bit 0 is set. So no floating type of any width or alignment finds all bits of an
+    exponent set, none of the types whose only NaN is negative zero finds it, and no byte is zero.
+    """
+    base = (keys.fingerprint & MASK64) ^ finalise((forward & MASK32) | ((group & MASK32) << 32))
+    where, low, high = (finalise(base + i * GOLDEN) for i in (1, 2, 3))
+    return Poison(
+        where & MASK32,
+        where >> 32,
+        low & POISON_CLEAR | POISON_SET,
+        high & POISON_CLEAR | POISON_SET,
+    )
 
 
 def link_word(code: int, position: int) -> int:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcanary.events import GroupInfo, Origin, RunStarted
+from kvcanary.kernels.poison import exemption, poison_runs
 from kvcanary.layout import PoolLayout
+from kvcanary.record import POISON_LEAST
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
@@ -67,10 +69,28 @@ def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
         reasons["CONTENT"] = "fingerprint is off"
     elif config.scrub_mib_per_step <= 0:
         reasons["CONTENT"] = "scrub_mib_per_step is 0: bytes are sealed and read again only on demand"
-    reasons["WRITE_MISSING"] = "no poison is placed"
+    if config.poison == "off":
+        reasons.setdefault("WRITE_MISSING", "poison is off")
+    elif "WRITE_MISSING" not in reasons:
+        reasons |= _without_poison(canary.layout)
     if not config.check_nonfinite:
         reasons["NONFINITE"] = "check_nonfinite is off"
     return reasons
+
+
+def _without_poison(layout: PoolLayout) -> dict[str, str]:
+    """Groups that take no poison, each with its reason."""
+    found: dict[str, str] = {}
+    for index, group in enumerate(layout.groups):
+        reason = exemption(group)
+        parts = layout.groups[layout.spaces[index]].parts
+        if not reason and not any(poison_runs(layout, index, part) for part in parts):
+            reason = f"no {POISON_LEAST} bytes of a token lie together"
+        if reason:
+            found[f"WRITE_MISSING in {group.name}"] = f"no poison is placed: {reason}"
+    if len(found) == len(layout.groups):
+        found["WRITE_MISSING"] = "no group takes poison"
+    return found
 
 
 def _group_info(layout: PoolLayout) -> list[GroupInfo]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,10 @@ OWNER_NULL = OWNER_FREED + 2
 
 HISTORY = 64
 """Positions of a row whose digests the device remembers (a power of two)."""
+
+
+PoisonMode = Literal["off", "sample", "full"]
+"""``sample``: a few bytes of each new slot, chosen anew for each forward; ``full``: also whole slots, at allotment."""
 
 
 class Role(IntEnum):
@@ -46,6 +51,8 @@ class Check(IntEnum):
     """new tokens whose bytes were sealed"""
     CONTENT = 4
     """slots whose bytes were re-read by the scrub"""
+    WRITTEN = 5
+    """new tokens that took poison, which the model overwrote"""
 
 
 class Reason(IntEnum):
@@ -105,7 +112,7 @@ class Word(IntEnum):
 SCRATCH_ROWS = int(Word.LAUNCHES) + 8
 """index of the counter that holds the rows (padding included) of the forward in the scratch"""
 GLOBAL_WORDS = SCRATCH_ROWS + 1
-NUM_CHECKS = 5
+NUM_CHECKS = 6
 NUM_REASONS = 8
 VERIFIED = 0
 UNVERIFIED = VERIFIED + NUM_CHECKS
@@ -169,6 +176,15 @@ class BatchWord(IntEnum):
     """digest before the first new token, 0: unknown"""
     SOURCE = 5
     """a :class:`DigestSource`"""
+
+
+class PoisonBit(IntEnum):
+    """Bits of ``scratch_poison``."""
+
+    PLACED = 1
+    """the mark put the forward's poison into the slot"""
+    FOUND = 2
+    """the exit found bytes that still hold what they were filled with at allotment"""
 
 
 class DigestSource(IntEnum):
@@ -250,6 +266,7 @@ class Limits:
     ring_quota: int = 64
     snapshots: int = 64
     head_entries: int = 4 << 20
+    poison: PoisonMode = "off"
 
 
 class DeviceState:
@@ -265,6 +282,8 @@ class DeviceState:
         scratch_slots: int64 ``[groups, max_tokens]``: where each new token goes, -1 nowhere.
         scratch_links: int64 ``[max_tokens, 2]``: the link each new token should have.
         scratch_rows: int64 ``[max_tokens]``: row of each token, -1 padding.
+        scratch_poison: int64 ``[groups, max_tokens]``: :class:`PoisonBit` of each written token of groups that take
+            poison.
         scratch_batch: int64 ``[max_batch_rows, BATCH_WORDS]``.
         suspects: int64 ``[SUSPECT_ROWS]``: ``slot | space << 48 | part << 56``.
         headers: pinned int64 ``[snapshots, header words]``; violations: pinned int64 ``[ring_capacity,
@@ -288,6 +307,7 @@ class DeviceState:
         self.scratch_slots = torch.full((count, limits.max_tokens), -1, dtype=torch.int64, device=device)
         self.scratch_links = torch.zeros(limits.max_tokens, 2, dtype=torch.int64, device=device)
         self.scratch_rows = torch.full((limits.max_tokens,), -1, dtype=torch.int64, device=device)
+        self.scratch_poison = torch.zeros(count, limits.max_tokens, dtype=torch.int64, device=device)
         self.scratch_batch = torch.zeros(limits.max_batch_rows, BATCH_WORDS, dtype=torch.int64, device=device)
         self.suspects = torch.zeros(SUSPECT_ROWS, dtype=torch.int64, device=device)
         pin = device.type == "cuda"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcanary.batch import ForwardBatch
-    from kvcanary.state import DeviceState
+    from kvcanary.state import DeviceState, PoisonMode
 
 
 class FactOp(IntEnum):
@@ -54,6 +54,8 @@ class FactOp(IntEnum):
     """slots of ``pages`` go to the front of the scrub"""
     UNSEAL = 12
     """seals of pages are cleared, links stay (weights changed in place, bytes edited)"""
+    POISON = 13
+    """pages were just handed out and hold nothing: their bytes are filled with poison"""
 
 
 @dataclass(slots=True)
@@ -84,21 +86,32 @@ class Kernels(Protocol):
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""
 
-    def mark(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(
+        self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str = ""
+    ) -> None:
         """Write the links of the new tokens of ``groups`` and clear their seals; fill the scratch.
 
         ``first`` is True for the first mark of a forward: it judges the inputs (ids, positions) and fills the
-        scratch that all groups share.
+        scratch that all groups share. ``poison`` names the part in whose sources the new slots take poison; none: "".
         """
 
     def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
         """Check the old positions of every row in ``groups`` through the tables of the batch."""
 
-    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(
+        self,
+        state: DeviceState,
+        part: str,
+        scrub_bytes: int,
+        *,
+        last: bool,
+        nonfinite: bool,
+        poison: PoisonMode = "off",
+    ) -> None:
         """Fingerprint the tokens in the scratch for sources of ``part``, scrub up to ``scrub_bytes``.
 
         ``last`` is True for the last seal of a forward: it commits the rows' histories, writes the header and
-        advances the forward number.
+        advances the forward number. ``poison``: what this forward's mark put into this part, to be looked for.
         """
 
     def abandon(self, state: DeviceState) -> None:

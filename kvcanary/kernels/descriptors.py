@@ -56,6 +56,7 @@ class StateWord(IntEnum):
     """address of the directory of parts, see :class:`PartWord`"""
     MAX_PARTS = 13
     SCRATCH_SLOTS = 14
+    SCRATCH_POISON = 15
 
 
 class GroupWord(IntEnum):
@@ -148,6 +149,33 @@ class PartWord(IntEnum):
 
 
 PART_ROW = 4
+
+
+class PoisonWord(IntEnum):
+    """Words of a group's row in the table of what takes poison in one part."""
+
+    SPOTS = 0
+    """address of its runs, see :class:`SpotWord`"""
+    COUNT = 1
+    """runs; 0: the group takes none"""
+    KEY = 2
+    FILLED = 3
+    """1: pages are filled when they are handed out"""
+
+
+POISON_ROW = 4
+
+
+class SpotWord(IntEnum):
+    """Words of a run that may take poison."""
+
+    ADDRESS = 0
+    PAGE_STRIDE = 1
+    TOKEN_STRIDE = 2
+    NUM_BYTES = 3
+
+
+SPOT_ROW = 4
 
 
 class RegionWord(IntEnum):
@@ -263,6 +291,7 @@ def state_row(state: DeviceState) -> list[int]:
         StateWord.MAX_TOKENS: limits.max_tokens,
         StateWord.HEAD_ENTRIES: limits.head_entries,
         StateWord.SCRATCH_SLOTS: state.scratch_slots.data_ptr(),
+        StateWord.SCRATCH_POISON: state.scratch_poison.data_ptr(),
     }
     return fill_row(words, ROW)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kvcanary.kernels import ref_poison
 from kvcanary.kernels.ref_bytes import PartReader
 from kvcanary.kernels.ref_check import report_conflicts
+from kvcanary.kernels.ref_poison import Sealed
 from kvcanary.kernels.ref_report import Launch, report
 from kvcanary.kernels.ref_words import divide, mix, positions_of, writer_words
 from kvcanary.record import Kind, signed
@@ -17,6 +19,7 @@ from kvcanary.state import (
     DeviceState,
     DigestSource,
     GroupState,
+    PoisonMode,
     RowFlag,
     RowWord,
     Word,
@@ -24,17 +27,18 @@ from kvcanary.state import (
 from kvcanary.state import ViolationWord as V
 
 
-def seal_group(launch: Launch, g: int, part: int, reader: PartReader, *, nonfinite: bool) -> None:
+def seal_group(launch: Launch, g: int, part: int, reader: PartReader, *, nonfinite: bool, poison: PoisonMode) -> None:
     """Seal ``part`` of the scratch's tokens in group ``g``; tokens whose slot holds another record are left out."""
     state, count = launch.state, launch[Word.SCRATCH_TOKENS]
     group, records = state.layout.groups[g], state.groups[g]
     if part == 0 and group.ring is not None:
         report_conflicts(launch, g)
     slot, links, row = state.scratch_slots[g, :count], state.scratch_links[:count], state.scratch_rows[:count]
+    token = torch.arange(count, device=slot.device)
     if not _all_there(records, slot, links):
         found = records.links.index_select(0, slot.clamp(min=0))
         mine = (found == links).all(1).logical_and_(slot >= 0)
-        slot, links, row = slot[mine], links[mine], row[mine]
+        token, slot, links, row = token[mine], slot[mine], links[mine], row[mine]
         if not slot.numel():
             return
     fingerprint, bad = reader.seal(slot) if nonfinite else (reader.fingerprints(slot), None)
@@ -51,6 +55,8 @@ def seal_group(launch: Launch, g: int, part: int, reader: PartReader, *, nonfini
             V.POSITION_EXPECTED: positions_of(links[:, 0]),
         }
         report(launch, Kind.NONFINITE, g, fields, bad)
+    if poison != "off":
+        ref_poison.look(launch, g, part, poison, Sealed(token, slot, row, links))
 
 
 def _all_there(records: GroupState, slot: torch.Tensor, links: torch.Tensor) -> bool:

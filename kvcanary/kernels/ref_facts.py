@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcanary.errors import BatchError
-from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.kernels import DeviceFact, FactOp, ref_poison
 from kvcanary.kernels.ref_report import Launch, report
 from kvcanary.kernels.ref_scrub import Readers, enqueue
 from kvcanary.kernels.ref_words import flag_bits, sealed, states_of
@@ -70,6 +70,7 @@ class Application:
             FactOp.RESTAMP: self._restamp,
             FactOp.QUEUE: self._queue,
             FactOp.UNSEAL: self._unseal,
+            FactOp.POISON: self._poison,
         }
         operations[self.fact.op]()
 
@@ -114,6 +115,9 @@ class Application:
 
     def _unseal(self) -> None:
         self.records.seals[:, self._slots(self._pages())] = 0
+
+    def _poison(self) -> None:
+        ref_poison.fill(self.launch, self.space, self._slots(self._pages()))
 
     def _set_owner(self, pages: torch.Tensor, words: torch.Tensor | int) -> None:
         old = self.records.owner[pages]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 from kvcanary.batch import ForwardBatch
+from kvcanary.kernels import ref_poison
+from kvcanary.kernels.ref_poison import Marked
 from kvcanary.kernels.ref_report import Launch, link_expected, link_found, report
 from kvcanary.kernels.ref_rows import BatchRows, Tokens
 from kvcanary.kernels.ref_tables import NONE, OUTSIDE, Places, SlotMap
@@ -45,7 +47,7 @@ class Writes(NamedTuple):
     links: torch.Tensor
 
 
-def mark(launch: Launch, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+def mark(launch: Launch, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str) -> None:
     """See :meth:`kvcanary.kernels.Kernels.mark`.
 
     Tokens of an unlinked batch take their position from ``batch.positions`` (a draft tree has several tokens at
@@ -57,7 +59,7 @@ def mark(launch: Launch, batch: ForwardBatch, groups: Sequence[int], *, first: b
         _open(launch, rows, tokens)
     if len(tokens):
         for g in groups:
-            _mark_group(launch, rows, tokens, g)
+            _mark_group(launch, rows, tokens, g, poison)
 
 
 # --- the scratch --------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def _judge_last(launch: Launch, rows: BatchRows, last: torch.Tensor, group: int)
 # --- slots --------------------------------------------------------------------------------------------------
 
 
-def _mark_group(launch: Launch, rows: BatchRows, tokens: Tokens, g: int) -> None:
+def _mark_group(launch: Launch, rows: BatchRows, tokens: Tokens, g: int, poison: str) -> None:
     state, item = launch.state, rows.batch.groups[g]
     if item is None:
         return
@@ -203,6 +205,12 @@ def _mark_group(launch: Launch, rows: BatchRows, tokens: Tokens, g: int) -> None
     if not len(writes.tokens):
         return
     _judge_table(launch, g, where, writes, compare=item.slot_mapping is not None)
+    if poison:
+        tag = rows.tag.index_select(0, writes.tokens.batch_row)
+        old = records.links[writes.slot]
+        ref_poison.place(
+            launch, g, poison, Marked(writes.tokens.token, writes.slot, writes.owner, tag, old, writes.links)
+        )
     records.links[writes.slot] = writes.links
     records.seals.index_fill_(1, writes.slot, 0)
     state.scratch_slots[g][writes.tokens.token] = writes.slot

@@ -15,6 +15,7 @@ POSITION, UNWRITTEN                       row, slot, position expected, the reco
 DIGEST                                    the same, and the digest that the record before implies
 REQUEST_DIGEST                            the same for the last old position; digests are those *after* it
 NONFINITE                                 row, slot, part, the token's position
+WRITE_MISSING                             row, slot, part, code and position of the token that was to be written
 CONTENT                                   slot, part, both fingerprints, the record's code, position and digest
 NULL_DIRTY                                slot, part
 ========================================  =====================================================================

@@ -21,7 +21,7 @@ from kvcanary.state import Role, Word
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
     from kvcanary.kernels import DeviceFact
-    from kvcanary.state import DeviceState
+    from kvcanary.state import DeviceState, PoisonMode
 
 
 class ReferenceKernels:
@@ -45,11 +45,13 @@ class ReferenceKernels:
         with self._launch(state, Role.FACTS) as launch:
             ref_facts.apply(launch, facts, self._reader_of(state))
 
-    def mark(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(
+        self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str = ""
+    ) -> None:
         """Claim the slots of the new tokens; judge the inputs and open the scratch if ``first``."""
         with self._launch(state, Role.MARK) as launch:
             if launch.armed:
-                ref_mark.mark(launch, batch, groups, first=first)
+                ref_mark.mark(launch, batch, groups, first=first, poison=poison)
 
     def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
         """Check old positions."""
@@ -57,7 +59,16 @@ class ReferenceKernels:
             if launch.armed:
                 ref_check.check(launch, batch, groups)
 
-    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(
+        self,
+        state: DeviceState,
+        part: str,
+        scrub_bytes: int,
+        *,
+        last: bool,
+        nonfinite: bool,
+        poison: PoisonMode = "off",
+    ) -> None:
         """Seal new tokens, scrub, and with ``last`` end the forward."""
         with self._launch(state, Role.SEAL) as launch:
             if scrub_bytes > 0:
@@ -68,7 +79,7 @@ class ReferenceKernels:
                 if scrub_bytes > 0:
                     ref_scrub.scrub(launch, scrub_bytes, self._reader_of(state))
                 if launch[Word.SCRATCH_TOKENS]:
-                    self._seal_groups(launch, part, nonfinite=nonfinite)
+                    self._seal_groups(launch, part, nonfinite=nonfinite, poison=poison)
                 if last and launch[Word.SCRATCH_TOKENS]:
                     ref_exit.commit(launch)
             if last:
@@ -113,13 +124,13 @@ class ReferenceKernels:
             yield launch
             launch.finish()
 
-    def _seal_groups(self, launch: Launch, part: str, *, nonfinite: bool) -> None:
+    def _seal_groups(self, launch: Launch, part: str, *, nonfinite: bool, poison: PoisonMode) -> None:
         layout, readers = launch.state.layout, self._reader_of(launch.state)
         for g, space in enumerate(layout.spaces):
             parts = layout.groups[space].parts
             if part in parts:
                 number = parts.index(part)
-                ref_exit.seal_group(launch, g, number, readers(space, number), nonfinite=nonfinite)
+                ref_exit.seal_group(launch, g, number, readers(space, number), nonfinite=nonfinite, poison=poison)
 
     def _reader_of(self, state: DeviceState) -> ref_scrub.Readers:
         known = self._readers.setdefault(state, {})

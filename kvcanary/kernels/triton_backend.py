@@ -15,13 +15,13 @@ from kvcanary.kernels.triton_launch import Kernel
 from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
 from kvcanary.kernels.triton_requests import FactEncoder
 from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
-from kvcanary.kernels.triton_variants import Variants
+from kvcanary.kernels.triton_variants import POISON_TILE, Variants
 from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning, Workspace
 
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
     from kvcanary.kernels import DeviceFact
-    from kvcanary.state import DeviceState
+    from kvcanary.state import DeviceState, PoisonMode
 
 
 class TritonKernels:
@@ -57,17 +57,28 @@ class TritonKernels:
         """Apply ``facts`` in order."""
         self._of(state).facts(facts)
 
-    def mark(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(
+        self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str = ""
+    ) -> None:
         """Claim the slots of the new tokens; judge the inputs and open the scratch if ``first``."""
-        self._of(state).mark(batch, groups, first=first)
+        self._of(state).mark(batch, groups, first=first, poison=poison)
 
     def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
         """Check old positions."""
         self._of(state).check(batch, groups)
 
-    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(
+        self,
+        state: DeviceState,
+        part: str,
+        scrub_bytes: int,
+        *,
+        last: bool,
+        nonfinite: bool,
+        poison: PoisonMode = "off",
+    ) -> None:
         """Seal new tokens, scrub, and with ``last`` end the forward."""
-        self._of(state).seal(part, scrub_bytes, last=last, nonfinite=nonfinite)
+        self._of(state).seal(part, scrub_bytes, last=last, nonfinite=nonfinite, poison=poison)
 
     def abandon(self, state: DeviceState) -> None:
         """End a forward that raised."""
@@ -144,7 +155,7 @@ class _Bound:
         self._scratch = (state.scratch_rows, state.scratch_batch)
         self._scratch_rows, self._scratch_batch = (t.data_ptr() for t in self._scratch)
         self._plain = [is_plain(group) for group in state.layout.groups]
-        self.kernels = Variants(workspace, state.layout, state.header_words)
+        self.kernels = Variants(workspace, state.layout, state.header_words, state.limits.poison)
         self._described: Described | None = None
         self._null_pages = any(group.null_pages and not group.null_is_zero for group in self._layout.groups)
 
@@ -154,7 +165,7 @@ class _Bound:
         workspace = self._workspace
         count = self._encoder.max_facts
         for at in range(0, len(facts), count):
-            encoded = self._encoder.encode(facts[at : at + count], self.sums)
+            encoded = self._encoder.encode(facts[at : at + count], self.sums, self.fill)
             host, target, generation = workspace.staging.put(encoded.words)
             self.kernels.facts(
                 (1, 1, 1),
@@ -199,14 +210,14 @@ class _Bound:
             )
         return described
 
-    def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str) -> None:
         workspace, tuning = self._workspace, self._tuning
         described = self._describe(batch)
         tokens, rows = batch.num_tokens, batch.num_rows
         workspace.tokens = tokens
         tile = tuning.decode_tile if tokens <= 4 * rows else tuning.mark_tile
         programs = min(max(tuning.programs // (rows + 1), tuning.row_programs), max(1, -(-tokens // tile)))
-        self.kernels.mark(tile, first=first, linked=batch.linked)(
+        self.kernels.mark(tile, first=first, linked=batch.linked, poison=bool(poison))(
             (rows + 1, programs, len(batch.groups) + int(first)),
             self._counters,
             self._rows,
@@ -228,6 +239,7 @@ class _Bound:
             described.first_group,
             described.max_rewind,
             *self._keys,
+            workspace.poison.part(poison),
         )
 
     def check(self, batch: ForwardBatch, groups: Sequence[int]) -> None:
@@ -260,7 +272,7 @@ class _Bound:
             *self._keys,
         )
 
-    def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool, poison: PoisonMode) -> None:
         workspace = self._workspace
         plan = self._planner.plan(part, workspace.tokens, scrub_bytes)
         if last:
@@ -268,7 +280,31 @@ class _Bound:
         flags = nonfinite or (scrub_bytes > 0 and self._null_pages)
         for launch in plan.launches:
             self._launch_sums(launch, large=plan.large, nonfinite=flags)
-        self._launch_commits(plan, last=last, flags=flags, nonfinite=nonfinite, scrub=scrub_bytes > 0)
+        if poison == "full":
+            self._search(part)
+        spots = workspace.poison.part(part) if poison != "off" else 0
+        self._launch_commits(plan, last=last, flags=flags, nonfinite=nonfinite, scrub=scrub_bytes > 0, spots=spots)
+
+    def _search(self, part: str) -> None:
+        """Look through all bytes of the new tokens for what pages are filled with."""
+        workspace = self._workspace
+        tiles, runs = -(-max(1, workspace.tokens) // POISON_TILE), workspace.poison.most_runs(part)
+        if runs:
+            self.kernels.search(
+                (tiles, runs, len(self._layout.groups)),
+                self._counters,
+                workspace.meta,
+                self._links,
+                workspace.poison.part(part),
+            )
+
+    def fill(self, space: int, slots: torch.Tensor) -> None:
+        """Fill slots that are handed out."""
+        workspace = self._workspace
+        count, runs = slots.shape[0], workspace.poison.fill_runs(space)
+        if count and runs:
+            grid = (-(-count // POISON_TILE), runs, 1)
+            self.kernels.fill(grid, slots.data_ptr(), count, workspace.meta, workspace.poison.filled, space)
 
     def _launch_sums(self, launch: Launch, *, large: bool, nonfinite: bool, always: bool = False) -> None:
         workspace = self._workspace
@@ -282,13 +318,13 @@ class _Bound:
             *launch.firsts,
         )
 
-    def _launch_commits(self, plan: Plan, *, last: bool, flags: bool, nonfinite: bool, scrub: bool) -> None:
+    def _launch_commits(self, plan: Plan, *, last: bool, flags: bool, nonfinite: bool, scrub: bool, spots: int) -> None:
         workspace = self._workspace
         launches = plan.launches or (Launch(0, 0, 0, ()),)
         tiles = -(-max(plan.tiles, workspace.tokens if last else 1, 1) // self._tuning.commit_tile)
         for launch in launches:
             end = launch is launches[-1]
-            self.kernels.commit(last=last and end, nonfinite=flags)(
+            self.kernels.commit(last=last and end, nonfinite=flags, poison=spots != 0)(
                 (tiles, max(1, launch.count + 2 * int(last and end)), 1),
                 self._counters,
                 self._rows,
@@ -305,6 +341,7 @@ class _Bound:
                 int(end),
                 int(scrub and end),
                 *self._keys,
+                spots,
             )
 
     def abandon(self) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
 from kvcanary.kernels.triton_inputs import judge_inputs, token_words
 from kvcanary.kernels.triton_launch import entry
+from kvcanary.kernels.triton_poison import place_poison
 from kvcanary.kernels.triton_rows import STARTS, batch_row
 from kvcanary.kernels.triton_tables import (
     engine_index,
@@ -64,6 +65,7 @@ from kvcanary.state import (
 _ROW = tl.constexpr(ROW)
 _ITEM_ROW = tl.constexpr(ITEM_ROW)
 _ARMED = tl.constexpr(int(Word.ARMED))
+_FORWARD = tl.constexpr(int(Word.FORWARD))
 _NEW_TOKENS = tl.constexpr(int(Word.NEW_TOKENS))
 _SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 _SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
@@ -193,7 +195,7 @@ def _claim(opened, pool, map_, group, item, b, p, t, end, inside, POW2: tl.const
 
 @triton.jit
 def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, inside, word, digest, scratch_slots,
-                max_tokens, POW2: tl.constexpr):  # fmt: skip
+                max_tokens, poison_at, POISON: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
     """Judge whether a tile's tokens may be written where they go, and write their links."""
     links, _, first_seals, num_slots, parts, ring, follows, _, _, flags, mapping = opened
     index, named, slot, page, written, owner, old_word, old_digest = claim
@@ -235,6 +237,10 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
                 tl.where(into, digest, 0),
                 tl.where(into, old_digest, 0), 0, 0, tl.where(out, 0, writer), tl.where(out, 0, owner), NONE, fault < 0,
             )  # fmt: skip
+    if POISON:
+        changed = (old_word != word) | (old_digest != digest)
+        forward = tl.load(counters + _FORWARD)
+        place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag, changed, POW2)
     link = links + tl.maximum(slot, 0) * 2
     tl.store(link, word, mask=written)
     tl.store(link + 1, digest, mask=written)
@@ -265,7 +271,9 @@ def mark_kernel(
     expected: tl.int64, last_ids: tl.int64, num_requests: tl.int64, wide: tl.int64, tokens: tl.int64,
     batch_rows: tl.int64, max_tokens: tl.int64, max_rows: tl.int64, selected: tl.int64,
     digest_group: tl.int64, input_group: tl.int64, max_rewind: tl.int64, mix_in: tl.int64, mix_out: tl.int64,
-    FIRST: tl.constexpr, UNLINKED: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, SUM: tl.constexpr,
+    poison_at: tl.int64,
+    FIRST: tl.constexpr, UNLINKED: tl.constexpr, POISON: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[batch rows + 1, programs a row, groups (with FIRST behind one for what they share)]``.
 
@@ -377,7 +385,7 @@ def mark_kernel(
         if claims:
             _mark_slots(
                 counters, rows, meta, g, opened, pool, claim, row, tag, p, t, inside, word, before, scratch_slots,
-                max_tokens, POW2,
+                max_tokens, poison_at, POISON, POW2,
             )  # fmt: skip
         elif FIRST:
             tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside & flag(shared == 0))

@@ -16,6 +16,9 @@ from kvcanary.layout import AttentionGroup, PoolLayout
 Sums = Callable[[int, int, torch.Tensor], torch.Tensor]
 """Fingerprints of slots of a (space, part number)."""
 
+Fill = Callable[[int, torch.Tensor], None]
+"""Fills slots of a space with poison."""
+
 _ROW_OPS = frozenset({FactOp.ADMIT, FactOp.ANCHOR})
 _TABLE_OPS = frozenset({FactOp.COPY, FactOp.EXPORT, FactOp.IMPORT, FactOp.RESTAMP})
 _COUNT, _RECORDS = int(FactWord.COUNT), int(FactWord.RECORDS)
@@ -53,19 +56,19 @@ class FactEncoder:
         self._max_rows = max_rows
         self._device = device
 
-    def encode(self, facts: Sequence[DeviceFact], sums: Sums) -> Encoded:
-        """Words for ``facts``.
+    def encode(self, facts: Sequence[DeviceFact], sums: Sums, fill: Fill) -> Encoded:
+        """Words for ``facts``; what they change of the bytes is done at once, since it concerns no record.
 
         Raises:
             BatchError: a fact names a row, page or record tensor that does not exist or does not fit.
         """
         encoded = Encoded(count=len(facts), words=[0] * (len(facts) * FACT_ROW))
         for i, fact in enumerate(facts):
-            row = self._encode(fact, encoded, sums)
+            row = self._encode(fact, encoded, sums, fill)
             encoded.words[i * FACT_ROW : (i + 1) * FACT_ROW] = row
         return encoded
 
-    def _encode(self, fact: DeviceFact, encoded: Encoded, sums: Sums) -> list[int]:
+    def _encode(self, fact: DeviceFact, encoded: Encoded, sums: Sums, fill: Fill) -> list[int]:
         space = self._layout.spaces[fact.group]
         group = self._layout.groups[space]
         # In the order of FactWord.
@@ -75,6 +78,11 @@ class FactEncoder:
             self._check_row(fact, group)
         elif fact.op is not FactOp.FINISH:
             words[_PAGES], words[_PAGES_KIND], words[_COUNT] = self._add_list(fact, group, fact.pages, encoded)
+            if fact.op is FactOp.POISON:
+                words[_COUNT] = 0
+                slots = self._slots(fact.pages, group.page_size)
+                encoded.alive.append(slots)
+                fill(space, slots)
             if fact.op in _TABLE_OPS:
                 words[_RECORDS] = self._records(fact, group, space, words, encoded, sums)
         return words

@@ -14,6 +14,7 @@ import triton.language as tl
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
 from kvcanary.kernels.triton_judge import report_conflicts
 from kvcanary.kernels.triton_launch import entry
+from kvcanary.kernels.triton_poison import look_for_poison
 from kvcanary.kernels.triton_scrub import advance_cursor, clear_sums, count_lanes, look_again, read_sums, scrub_slots
 from kvcanary.kernels.triton_tables import open_pool, page_of
 from kvcanary.kernels.triton_words import (
@@ -97,7 +98,7 @@ _NONFINITE_FLAG = tl.constexpr(int(SealFlag.NONFINITE) << FLAG_SHIFT)
 
 @triton.jit
 def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, forward, count, report_nonfinite,
-                 NONFINITE: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
+                 poison_at, NONFINITE: tl.constexpr, POISON: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
     g = tl.load(region + _GROUP)
     part = tl.load(region + _PART)
     ring = tl.load(region + _RING)
@@ -142,6 +143,11 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
                 t * 0 + _NONFINITE_FLAG, row, slot, page, position_of(word), NONE, NONE, NONE, 0, 0, 0, 0, old, owner,
                 part, kind < 0,
             )  # fmt: skip
+    if POISON:
+        first_part = words_at(tl.load(group + _FIRST_SEALS)) + slot * 2
+        look_for_poison(
+            counters, rows, meta, poison_at, g, group, part, first_part, t, mine, slot, row, word, forward, POW2
+        )
 
 
 @triton.jit
@@ -232,8 +238,9 @@ def commit_kernel(
     counters_at: tl.int64, rows_at: tl.int64, history_at: tl.int64, meta_at: tl.int64, scratch_links_at: tl.int64,
     scratch_rows_at: tl.int64, scratch_batch_at: tl.int64, regions_at: tl.int64, region_count: tl.int64,
     queue_copy_at: tl.int64, ticket_at: tl.int64, report_nonfinite: tl.int64, seals: tl.int64, scrubs: tl.int64,
-    mix_in: tl.int64, mix_out: tl.int64,
-    LAST: tl.constexpr, NONFINITE: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, HEADER: tl.constexpr,
+    mix_in: tl.int64, mix_out: tl.int64, poison_at: tl.int64,
+    LAST: tl.constexpr, NONFINITE: tl.constexpr, POISON: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr,
+    HEADER: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[tiles, regions (and two: for histories and for rows)]``."""
     counters = words_at(counters_at)
@@ -268,7 +275,7 @@ def commit_kernel(
                 while begin < tokens:
                     _seal_tokens(
                         counters, rows, meta, region, begin + lane, scratch_links, scratch_rows, forward, tokens,
-                        report_nonfinite, NONFINITE, POW2,
+                        report_nonfinite, poison_at, NONFINITE, POISON, POW2,
                     )  # fmt: skip
                     begin += step
             elif kind == _SUSPECTS_KIND:

@@ -34,6 +34,7 @@ from kvcanary.kernels.descriptors import (
 from kvcanary.kernels.triton_bytes import COPIED_CURSORS
 from kvcanary.kernels.triton_launch import Kernel, entry
 from kvcanary.kernels.triton_sources import are_alike, block_words, chunk_rows
+from kvcanary.kernels.triton_spots import PoisonTables
 from kvcanary.kernels.triton_words import words_at
 from kvcanary.state import DeviceState
 
@@ -225,7 +226,7 @@ class Workspace:
         meta: address of the row of :class:`~kvcanary.kernels.descriptors.StateWord`; the groups' rows follow.
         pow2: kernels may shift where they would divide.
         block: words of a chunk of bytes.
-        parts: per (space, part number) its chunks.
+        parts: per (space, part number) its chunks; poison: what takes poison.
         alike: every part's chunks fill a block and differ only in their addresses and keys.
     """
 
@@ -251,6 +252,7 @@ class Workspace:
         self.parts: dict[tuple[int, int], PartTable] = {}
         self._tensors: list[torch.Tensor] = []
         self._describe_sources(state)
+        self.poison = PoisonTables(layout, state.keys, self._upload)
         self._group_rows = [group_row(state, g) for g in range(len(layout.groups))]
         rows = [state_row(state), *self._group_rows]
         self.max_parts = max(len(layout.groups[g].parts) for g in self.spaces)

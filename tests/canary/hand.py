@@ -6,7 +6,7 @@ any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -22,10 +22,20 @@ Spoil = Callable[["HandEngine"], None]
 class HandEngine:
     """One full-attention group; requests with their own pages; one row each, in order of admission."""
 
-    def __init__(self, canary: Canary, pages: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        canary: Canary,
+        pages: int = 64,
+        seed: int = 0,
+        *,
+        dtype: torch.dtype = torch.float32,
+        unarmed: Mapping[str, str] | None = None,
+    ) -> None:
         self.canary = canary
         self.random = torch.Generator().manual_seed(seed)
-        self.pool = torch.randn(LAYERS, 2, pages, PAGE, HEADS, DIM, generator=self.random)
+        self.pool = self._values(LAYERS, 2, pages, PAGE, HEADS, DIM, dtype=dtype)
+        self.dropped: set[int] = set()
+        """slots whose writes get lost"""
         sources = tuple(
             KVSource.from_view(f"{part}{layer}", self.pool[layer, i], layer=layer, component=part)
             for layer in range(LAYERS)
@@ -39,7 +49,7 @@ class HandEngine:
         self.pages: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
-        canary.bind(self.layout, max_tokens=512, max_batch_rows=16, max_rows=32, engine="hand")
+        canary.bind(self.layout, max_tokens=512, max_batch_rows=16, max_rows=32, engine="hand", unarmed=unarmed)
         canary.arm()
 
     def admit(self, name: str, length: int, *, pages: list[int] | None = None, tokens: list[int] | None = None) -> None:
@@ -124,6 +134,12 @@ class HandEngine:
         item = self.batch.groups[0]
         assert item is not None
         assert item.slot_mapping is not None
-        pages, offsets = item.slot_mapping // PAGE, item.slot_mapping % PAGE
-        shape = (LAYERS, 2, len(pages), HEADS, DIM)
-        self.pool[:, :, pages, offsets] = torch.randn(shape, generator=self.random)
+        kept = [slot for slot in item.slot_mapping.tolist() if slot not in self.dropped]
+        slots = torch.tensor(kept, dtype=torch.int64)
+        pages, offsets = slots // PAGE, slots % PAGE
+        self.pool[:, :, pages, offsets] = self._values(LAYERS, 2, len(pages), HEADS, DIM, dtype=self.pool.dtype)
+
+    def _values(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return torch.randint(0, 100, shape, generator=self.random).to(dtype)
+        return torch.randn(shape, generator=self.random).to(dtype)

@@ -197,13 +197,3 @@ def test_a_rank_counts_its_words_from_its_first_head_whether_a_run_holds_one_hea
     by_token = KVSource.from_view("k0", tensor, first_head=6)
     by_head = KVSource.from_view("k0", tensor.transpose(1, 2).contiguous().transpose(1, 2), first_head=6)
     assert by_token.runs[0].first_word == by_head.runs[0].first_word == 48
-
-
-@pytest.mark.parametrize(("setting", "value"), [("poison", "sample"), ("poison", "full")])
-def test_a_setting_that_would_find_nothing_is_refused(setting: str, value: str) -> None:
-    from kvcanary.canary import Canary
-    from kvcanary.config import CanaryConfig
-
-    settings: dict[str, Any] = {"mode": "log", setting: value}
-    with pytest.raises(ConfigError, match=setting):
-        Canary(CanaryConfig(**settings)).start()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,8 @@ class WrongFingerprint(ReferenceKernels):
 class Alarmist(ReferenceKernels):
     """Forgets that a row goes on, alike on both sides: nothing differs, but clean traffic is reported."""
 
-    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
-        super().seal(state, part, scrub_bytes, last=last, nonfinite=nonfinite)
+    def seal(self, state: DeviceState, part: str, scrub_bytes: int, **rest: Any) -> None:
+        super().seal(state, part, scrub_bytes, **rest)
         state.history += 1
 
 

@@ -47,6 +47,11 @@ def test_a_quota_above_the_ring_is_refused() -> None:
         CanaryConfig(mode="log", ring_capacity=64, ring_quota_per_kind=65)
 
 
+def test_poison_without_seals_would_find_nothing_and_is_refused() -> None:
+    with pytest.raises(ConfigError, match="poison is 'sample' and fingerprint is 'off'"):
+        CanaryConfig(mode="log", poison="sample", fingerprint="off")
+
+
 def test_an_observer_without_an_attribute_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"observers names 'mine'; expected 'package\.module:attribute'"):
         CanaryConfig(mode="log", observers=("mine",))

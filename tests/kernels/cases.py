@@ -73,6 +73,7 @@ def state_tensors(state: DeviceState) -> dict[str, torch.Tensor]:
             "scratch_slots",
             "scratch_links",
             "scratch_rows",
+            "scratch_poison",
             "scratch_batch",
             "suspects",
             "headers",
@@ -87,25 +88,31 @@ def state_tensors(state: DeviceState) -> dict[str, torch.Tensor]:
     return tensors | {f"arena.{name}": table for name, table in state.arenas.items()}
 
 
+POISONED = "target"
+"""Part of the sources that takes poison in worlds that place it."""
+
+
 def entry(kernels: Kernels, state: DeviceState, batch: ForwardBatch) -> None:
     """Mark, then check; ring groups are checked before they are marked."""
     layout = state.layout
+    poison = POISONED if state.limits.poison != "off" else ""
     part = [i for i, item in enumerate(batch.groups) if item is not None]
     rings = [i for i in part if layout.groups[i].ring is not None]
     plain = [i for i in part if layout.groups[i].ring is None]
     if plain:
-        kernels.mark(state, batch, plain, first=True)
+        kernels.mark(state, batch, plain, first=True, poison=poison)
     kernels.check(state, batch, part)
     if rings:
-        kernels.mark(state, batch, rings, first=not plain)
+        kernels.mark(state, batch, rings, first=not plain, poison=poison)
 
 
 def leave(kernels: Kernels, state: DeviceState, scrub_bytes: int = 0, nonfinite: bool = True) -> None:
     """Seal every part; the last one scrubs and commits."""
     parts = list(dict.fromkeys(part for group in state.layout.groups for part in group.parts))
-    for part in parts[:-1]:
-        kernels.seal(state, part, 0, last=False, nonfinite=nonfinite)
-    kernels.seal(state, parts[-1], scrub_bytes, last=True, nonfinite=nonfinite)
+    for part in parts:
+        last = part == parts[-1]
+        poison = state.limits.poison if part == POISONED else "off"
+        kernels.seal(state, part, scrub_bytes if last else 0, last=last, nonfinite=nonfinite, poison=poison)
 
 
 class World:
@@ -290,6 +297,8 @@ class World:
                 fresh.append(page)
             if fresh:
                 facts.append(DeviceFact(FactOp.ALLOC, group=g, pages=fresh, tag=request.tag))
+                if self.limits.poison == "full":
+                    facts.append(DeviceFact(FactOp.POISON, group=g, pages=fresh))
         return facts
 
     def _drop_window(self, g: int, request: Request, context: int) -> list[DeviceFact]:

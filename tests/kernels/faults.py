@@ -107,6 +107,14 @@ def _spoil_new(world: World, step: Step, states: Sequence[DeviceState], rng: ran
         step.spoil += [(source, *run) for run in run_addresses(source, slot)]
 
 
+def _drop_write(world: World, step: Step, states: Sequence[DeviceState], rng: random.Random) -> None:
+    """The model writes one token less; only poison tells."""
+    written = [(g, slot) for g, slots in enumerate(step.writes) for slot in slots]
+    if written:
+        g, slot = rng.choice(written)
+        step.writes[g].remove(slot)
+
+
 def _dirty_null(world: World, step: Step, states: Sequence[DeviceState], rng: random.Random) -> None:
     for g in sorted(set(world.layout.spaces)):
         if world.layout.groups[g].null_pages:
@@ -187,6 +195,7 @@ FAULTS: dict[str, Fault] = {
     "mapping shifted": _shift_mapping,
     "one slot for two tokens": _same_slot,
     "NaN written": _spoil_new,
+    "write dropped": _drop_write,
     "null page written": _dirty_null,
     "wrong token": _wrong_token,
     "wrong position": _wrong_position,

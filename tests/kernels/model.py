@@ -13,7 +13,7 @@ import torch
 
 from kvcanary import record
 from kvcanary.batch import ForwardBatch, GroupBatch
-from kvcanary.layout import KVSource
+from kvcanary.layout import KVSource, Run
 from kvcanary.record import Kind, SealFlag, signed
 from kvcanary.state import (
     KIND_COUNTS,
@@ -39,6 +39,7 @@ SLOT_KINDS = {
     Kind.UNWRITTEN: SealFlag.UNWRITTEN,
     Kind.CONTENT: SealFlag.CONTENT,
     Kind.NONFINITE: SealFlag.NONFINITE,
+    Kind.WRITE_MISSING: SealFlag.WRITE_MISSING,
     Kind.NULL_DIRTY: SealFlag.CONTENT,
 }
 EXPONENTS = {
@@ -71,6 +72,7 @@ class ModelBase:
         self.scratch_slots: list[list[int]] = state.scratch_slots.tolist()
         self.scratch_links: list[list[int]] = state.scratch_links.tolist()
         self.scratch_rows: list[int] = state.scratch_rows.tolist()
+        self.scratch_poison: list[list[int]] = state.scratch_poison.tolist()
         self.scratch_batch: list[list[int]] = state.scratch_batch.tolist()
         self.suspects: list[int] = state.suspects.tolist()
         self.acked: list[int] = state.acked.tolist()
@@ -97,6 +99,7 @@ class ModelBase:
             "scratch_slots",
             "scratch_links",
             "scratch_rows",
+            "scratch_poison",
             "scratch_batch",
             "suspects",
             "headers",
@@ -265,6 +268,22 @@ class ModelBase:
             for run, data in zip(source.runs, self.token_bytes(source, slot), strict=True):
                 total += record.fingerprint_bytes(seed, data, run.first_word)
         return signed(total)
+
+    def poison_runs(self, g: int, part: str) -> list[tuple[KVSource, Run]]:
+        group = self.layout.groups[g]
+        if group.ring is not None or group.kind == "state" or group.zero_on_allot:
+            return []
+        runs = [(source, run) for source in self.sources(g, part) for run in source.runs]
+        long = [pair for pair in runs if pair[1].num_bytes >= 16]
+        return long or [pair for pair in runs if pair[1].num_bytes >= 8]
+
+    def poison_spot(self, g: int, runs: list[tuple[KVSource, Run]], slot: int) -> tuple[torch.Tensor, int, bytes]:
+        """The buffer, where in it this forward's poison goes, and the poison."""
+        poison = record.poison(self.keys, self.forward, g)
+        source, run = runs[poison.choice % len(runs)]
+        starts = dict(zip(source.runs, run_addresses(source, slot), strict=True))
+        first, size = starts[run]
+        return storage_bytes(source), first + poison.start(size), poison.pattern[:size]
 
     def nonfinite(self, g: int, part: str, slot: int) -> bool:
         for source in self.sources(g, part):

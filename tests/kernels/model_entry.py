@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from kvcanary import record
 from kvcanary.batch import ForwardBatch, GroupBatch
 from kvcanary.record import Kind, signed
@@ -26,7 +28,7 @@ from tests.kernels.model import NONE, OUTSIDE, Link, ModelBase, position_of
 class EntryModel(ModelBase):
     """Mark and check."""
 
-    def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(self, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str = "") -> None:
         if not self.launch(Role.MARK):
             return
         if first:
@@ -35,7 +37,7 @@ class EntryModel(ModelBase):
         for g in groups:
             item = batch.groups[g]
             if item is not None:
-                self._mark_group(batch, g, item)
+                self._mark_group(batch, g, item, poison)
 
     def _position(self, batch: ForwardBatch, t: int, p: int) -> int:
         return int(batch.positions[t]) if not batch.linked and batch.positions is not None else p
@@ -110,7 +112,7 @@ class EntryModel(ModelBase):
             wanted = record.token_code(expected, p, salt)
             self.report(Kind.INPUT_TOKEN, Role.MARK, g, row, position_expected=p, code_expected=wanted, code_found=code)
 
-    def _mark_group(self, batch: ForwardBatch, g: int, item: GroupBatch) -> None:
+    def _mark_group(self, batch: ForwardBatch, g: int, item: GroupBatch, poison: str) -> None:
         group, space = self.layout.groups[g], self.layout.spaces[g]
         pending = []
         for b, row, start, new, context in self.batch_rows(batch):
@@ -124,6 +126,15 @@ class EntryModel(ModelBase):
                 if slot >= 0 and not overwritten and self.state_of(g, slot).state != OWNER_TRASH:
                     self._judge_write(batch, g, item, b, row, t, p, slot)
                     pending.append((t, slot))
+        runs = self.poison_runs(g, poison)
+        for t, slot in pending if runs else ():
+            owner, tag = self.state_of(g, slot), self.rows[self.scratch_rows[t]][RowWord.TAG]
+            mine = owner.state == record.OWNER_HELD and owner.tag == tag != 0
+            placed = mine and list(self.link(g, slot)) != self.scratch_links[t]
+            self.scratch_poison[g][t] = int(placed)
+            if placed:
+                raw, place, pattern = self.poison_spot(g, runs, slot)
+                raw[place : place + len(pattern)] = torch.tensor(list(pattern), dtype=torch.uint8)
         for t, slot in pending:
             self.links[space][slot] = list(self.scratch_links[t])
             for seals in self.seals[space]:

@@ -9,6 +9,7 @@ import torch
 from kvcanary import record
 from kvcanary.batch import ForwardBatch
 from kvcanary.kernels import DeviceFact
+from kvcanary.layout import KVSource, Run
 from kvcanary.record import MASK32, Kind, SealFlag, signed, writer_word
 from kvcanary.state import (
     HISTORY,
@@ -32,6 +33,7 @@ from kvcanary.state import (
 )
 from tests.kernels.model import position_of
 from tests.kernels.model_entry import EntryModel
+from tests.kernels.pools import run_addresses, storage_bytes
 
 SUSPECT, CONTENT = int(SealFlag.SUSPECT) << 56, int(SealFlag.CONTENT) << 56
 
@@ -39,7 +41,7 @@ SUSPECT, CONTENT = int(SealFlag.SUSPECT) << 56, int(SealFlag.CONTENT) << 56
 class Model(EntryModel):
     """All operations of :class:`kvcanary.kernels.Kernels`, on lists."""
 
-    def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(self, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool, poison: str = "off") -> None:
         armed = self.launch(Role.SEAL)
         if scrub_bytes > 0:
             self.counters[Word.LAUNCHES + Role.SCRUB] += 1
@@ -50,7 +52,7 @@ class Model(EntryModel):
             for g, space in enumerate(self.layout.spaces):
                 parts = self.layout.groups[space].parts
                 if part in parts:
-                    self._seal_group(g, parts.index(part), part, nonfinite=nonfinite)
+                    self._seal_group(g, parts.index(part), part, nonfinite=nonfinite, poison=poison)
             if last:
                 self._commit()
         if last:
@@ -66,11 +68,11 @@ class Model(EntryModel):
         self.counters[Word.FORWARD] = n + 1
         self.counters[Word.SCRATCH_TOKENS] = 0
 
-    def _seal_group(self, g: int, number: int, part: str, *, nonfinite: bool) -> None:
+    def _seal_group(self, g: int, number: int, part: str, *, nonfinite: bool, poison: str) -> None:
         space = self.layout.spaces[g]
         if number == 0 and self.layout.groups[g].ring is not None:
             self.conflicts(g, Role.SEAL)
-        found = []
+        found, sealed = [], []
         for t in range(self.counters[Word.SCRATCH_TOKENS]):
             slot = self.scratch_slots[g][t]
             if slot >= 0 and list(self.link(g, slot)) == self.scratch_links[t]:
@@ -78,11 +80,59 @@ class Model(EntryModel):
                 self.seals[space][number][slot] = [self.fingerprint(g, part, slot), writer_word(self.forward, tag)]
                 if number == 0:
                     self.verified(g, Check.SEALED)
+                sealed.append((t, slot))
                 if nonfinite and self.nonfinite(g, part, slot):
                     found.append((t, slot))
         for t, slot in found:
             p = position_of(self.scratch_links[t][0])
             self.report(Kind.NONFINITE, Role.SEAL, g, self.scratch_rows[t], slot, part=number, position_expected=p)
+        if poison != "off":
+            self._look_for_poison(g, number, part, sealed, full=poison == "full")
+
+    def _look_for_poison(self, g: int, number: int, part: str, sealed: list[tuple[int, int]], *, full: bool) -> None:
+        runs = self.poison_runs(g, part)
+        for t, slot in sealed if runs else ():
+            raw, place, pattern = self.poison_spot(g, runs, slot)
+            bits = self.scratch_poison[g]
+            bits[t] |= 2 if full and self._holds_filling(g, runs, slot) else 0
+            missing = bits[t] & 2 or (bits[t] and bytes(raw[place : place + len(pattern)].tolist()) == pattern)
+            if missing:
+                word = self.scratch_links[t][0]
+                self.report(
+                    Kind.WRITE_MISSING, Role.SEAL, g, self.scratch_rows[t], slot, part=number,
+                    position_expected=position_of(word), code_expected=word & MASK32,
+                )  # fmt: skip
+            elif bits[t]:
+                self.verified(g, Check.WRITTEN)
+
+    def fills(self, space: int) -> bool:
+        users = [group for group, own in zip(self.layout.groups, self.layout.spaces, strict=True) if own == space]
+        return not any(group.ring is not None or group.kind == "state" or group.zero_on_allot for group in users)
+
+    def _holds_filling(self, g: int, runs: list[tuple[KVSource, Run]], slot: int) -> bool:
+        space = self.layout.spaces[g]
+        if not self.fills(space):
+            return False
+        pattern = record.poison(self.keys, 0, space).pattern
+        for source, run in runs:
+            first, size = dict(zip(source.runs, run_addresses(source, slot), strict=True))[run]
+            data = bytes(storage_bytes(source)[first : first + size].tolist())
+            wanted = (pattern * -(-size // 16))[:size]
+            piece = min(size, 16)
+            starts = {*range(0, size - piece + 1, 16), size - piece}
+            if any(data[at : at + piece] == wanted[at : at + piece] for at in starts):
+                return True
+        return False
+
+    def _fact_poison(self, fact: DeviceFact) -> None:
+        space = self.layout.spaces[fact.group]
+        pattern = record.poison(self.keys, 0, space).pattern
+        for part in self.layout.groups[space].parts if self.fills(space) else ():
+            for source, run in self.poison_runs(space, part):
+                for slot in self._slots(fact):
+                    first, size = dict(zip(source.runs, run_addresses(source, slot), strict=True))[run]
+                    filling = (pattern * -(-size // 16))[:size]
+                    storage_bytes(source)[first : first + size] = torch.tensor(list(filling), dtype=torch.uint8)
 
     # --- scrub ----------------------------------------------------------------------------------------------
 

@@ -12,10 +12,12 @@ import torch
 
 from kvcanary.kernels import DeviceFact, FactOp, Kernels
 from kvcanary.kernels.reference import ReferenceKernels
-from kvcanary.state import DeviceState, Word
+from kvcanary.state import DeviceState, PoisonMode, Word
 from tests.kernels.cases import LIMITS, Step, World, entry, leave
 from tests.kernels.model_exit import Model
 from tests.kernels.pools import GroupSpec
+
+MODES: tuple[PoisonMode, ...] = ("sample", "full", "off")
 
 
 class ModelKernels:
@@ -49,7 +51,9 @@ def run_both(world: World, step: Step, state: DeviceState, slow: ModelKernels, s
 
 @pytest.mark.parametrize("seed", range(16))
 def test_clean_traffic_agrees_with_the_model_and_raises_no_alarm(seed: int) -> None:
-    world = World(seed, limits=replace(LIMITS, head_entries=LIMITS.head_entries if seed % 2 else 320))
+    world = World(
+        seed, limits=replace(LIMITS, head_entries=LIMITS.head_entries if seed % 2 else 320, poison=MODES[seed % 3])
+    )
     state = world.new_state()
     slow = ModelKernels(state)
     for _ in range(6):
@@ -59,7 +63,8 @@ def test_clean_traffic_agrees_with_the_model_and_raises_no_alarm(seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(40))
 def test_broken_traffic_agrees_with_the_model(seed: int) -> None:
-    world, rng = World(seed + 1000, limits=replace(LIMITS, head_entries=320)), random.Random(seed)
+    limits = replace(LIMITS, head_entries=320, poison=MODES[seed % 3])
+    world, rng = World(seed + 1000, limits=limits), random.Random(seed)
     state, kernels = world.new_state(), ReferenceKernels()
     for _ in range(5):
         world.run(world.next_step(max_new=24, rows=4), (kernels, state), scrub_bytes=0)

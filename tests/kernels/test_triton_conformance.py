@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.kernels.triton_rig import CUDA, DEVICES, SEEDS, assert_same, kinds, m
 from kvcanary.kernels.reference import ReferenceKernels
 from kvcanary.kernels.triton_workspace import Tuning, Workspace
 from kvcanary.record import fingerprint_bytes, signed, source_seed
-from kvcanary.state import DeviceState, Limits, Word
+from kvcanary.state import DeviceState, Word
 from tests.kernels.cases import LIMITS, Step, World, clone_state, leave, state_tensors
 from tests.kernels.pools import SHAPES, GroupSpec, run_addresses, storage_bytes
 
@@ -107,7 +108,7 @@ def test_sizes_of_tiles_change_no_result(seed: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_over_capacity_are_read_in_turn_alike(device: str) -> None:
-    limits = Limits(**{**_fields(LIMITS), "head_entries": 70})
+    limits = replace(LIMITS, head_entries=70)
     specs = (GroupSpec(page_size=4, pages=400),)
     pair = Pair(World(5, specs, device=device, limits=limits, plain=True), check_tile=32)
     request, facts = pair.world.admit()
@@ -119,7 +120,7 @@ def test_rows_over_capacity_are_read_in_turn_alike(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_quota_drops_the_same_number_of_reports(device: str) -> None:
-    limits = Limits(**{**_fields(LIMITS), "ring_quota": 2, "ring_capacity": 3})
+    limits = replace(LIMITS, ring_quota=2, ring_capacity=3)
     pair = Pair(World(6, (GroupSpec(page_size=4, pages=200),), device=device, limits=limits, plain=True))
     request, facts = pair.world.admit()
     pair.run(pair.world.plan([(request, 0, 60)], facts))
@@ -152,6 +153,18 @@ def test_a_flipped_byte_is_found_at_the_second_look(device: str) -> None:
             leave(kernels, state, scrub_bytes(pair.world, 160))
         pair.compare()
         assert kinds(pair.found) == (set() if looks == 1 else {"CONTENT"})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_without_any_row_comes_to_an_end(device: str) -> None:
+    pair = Pair(World(9, (GroupSpec(page_size=4, pages=40),), device=device, plain=True))
+    step = pair.world.plan([])
+    padding = torch.zeros(3, dtype=torch.int64, device=device)
+    (item,) = step.batch.groups
+    assert item is not None
+    step.batch = replace(step.batch, input_ids=padding, groups=(replace(item, slot_mapping=padding - 1),))
+    pair.run(step)
+    pair.compare()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -214,7 +227,3 @@ def test_a_captured_forward_replays_as_it_runs() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert_same(replayed, eager, exact=False)
-
-
-def _fields(limits: Limits) -> dict[str, int]:
-    return {name: getattr(limits, name) for name in Limits.__dataclass_fields__}
