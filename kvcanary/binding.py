@@ -141,6 +141,7 @@ class Binding:
             snapshots=config.snapshots,
             head_entries=config.head_entries_per_forward,
             poison=self._poison,
+            gpu_time_every=config.gpu_time_every,
         )
         self._state = DeviceState(layout, make_keys(config.key), limits)
         self._layout, self.kernels = layout, kernels

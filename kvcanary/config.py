@@ -53,6 +53,8 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """forwards between health checks; 0 = off"""
     health_warmup: Count = 100
     """forwards before the first health check counts"""
+    gpu_time_every: Count = 100
+    """forwards between samples of the canary's own device time (CUDA only); 0 = off"""
     swa_divergence_every: Count = 0
     """forwards between samples of the window's divergence; 0 = off"""
     ring_capacity: Bound = 1024

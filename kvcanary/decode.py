@@ -52,6 +52,7 @@ class Decoder:
         self._passes = [0] * len(self._groups)
         self._pass_forwards = [1] * len(self._groups)
         self._swa_seen = 0
+        self._timed = 0
         self._missed = 0
 
     def snapshot(self, snap: Snapshot, now_ns: int, time_ns: int) -> SnapshotTaken:
@@ -76,6 +77,7 @@ class Decoder:
             scrub_pass_forwards=self._spaces_word(words, SCRUB_PASS_FORWARD),
             abandoned=words[Word.ABANDONED],
             host_us=fence.host_ns / 1000,
+            gpu_us=self._gpu_us(words),
             lag_us=(now_ns - fence.pushed_ns) / 1000,
             swa=self._swa(words),
         )
@@ -162,6 +164,13 @@ class Decoder:
 
     def _spaces_word(self, words: list[int], word: int) -> dict[str, int]:
         return {self._groups[g]: words[group_base(g) + word] for g in sorted(self._spaces)}
+
+    def _gpu_us(self, words: list[int]) -> float | None:
+        """The newest sample, once; None while there is no new one."""
+        if words[Word.GPU_FORWARD] <= self._timed:
+            return None
+        self._timed = words[Word.GPU_FORWARD]
+        return words[Word.GPU_NS] / 1000
 
     def _swa(self, words: list[int]) -> dict[str, int]:
         if words[Word.SWA_FORWARD] <= self._swa_seen:

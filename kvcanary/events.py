@@ -302,7 +302,7 @@ class SnapshotTaken(Event, frozen=True, kw_only=True, gc=False, tag="snapshot.ta
     host_us: float = 0.0
     """host time that the canary spent in this step"""
     gpu_us: float | None = None
-    """device time of the canary's launches, when sampled"""
+    """device time of the canary's launches in one forward (``gpu_time_every``); None: no new sample, or no CUDA"""
     lag_us: float = 0.0
     """from the fence's completion being seen possible to being seen"""
     host_forward: int = 0

@@ -107,11 +107,19 @@ class Word(IntEnum):
     """tokens (padding included) of the forward in the scratch"""
     LAUNCHES = 16
     """first of 8 launch counters, indexed by Role"""
+    CLOCK_BEGAN = 25
+    """when the entry of the forward in progress began, on the GPU's clock in ns; 0: it is not timed"""
+    CLOCK_ENTERED = 26
+    CLOCK_LEAVING = 27
+    GPU_NS = 28
+    """device time of the canary's own launches in the forward GPU_FORWARD"""
+    GPU_FORWARD = 29
+    """the last forward that was timed; 0: none"""
 
 
 SCRATCH_ROWS = int(Word.LAUNCHES) + 8
 """index of the counter that holds the rows (padding included) of the forward in the scratch"""
-GLOBAL_WORDS = SCRATCH_ROWS + 1
+GLOBAL_WORDS = int(Word.GPU_FORWARD) + 1
 NUM_CHECKS = 6
 NUM_REASONS = 8
 VERIFIED = 0
@@ -267,6 +275,8 @@ class Limits:
     snapshots: int = 64
     head_entries: int = 4 << 20
     poison: PoisonMode = "off"
+    gpu_time_every: int = 0
+    """forwards between samples of the canary's own device time; 0: never"""
 
 
 class DeviceState:

@@ -57,6 +57,7 @@ class StateWord(IntEnum):
     MAX_PARTS = 13
     SCRATCH_SLOTS = 14
     SCRATCH_POISON = 15
+    GPU_TIME_EVERY = 16
 
 
 class GroupWord(IntEnum):
@@ -292,6 +293,7 @@ def state_row(state: DeviceState) -> list[int]:
         StateWord.HEAD_ENTRIES: limits.head_entries,
         StateWord.SCRATCH_SLOTS: state.scratch_slots.data_ptr(),
         StateWord.SCRATCH_POISON: state.scratch_poison.data_ptr(),
+        StateWord.GPU_TIME_EVERY: limits.gpu_time_every,
     }
     return fill_row(words, ROW)
 

@@ -25,6 +25,7 @@ from kvcanary.kernels.descriptors import (
     RegionWord,
     StateWord,
 )
+from kvcanary.kernels.triton_clock import start_exit
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_words import NONE, divide, words_at
 from kvcanary.record import MASK32, WORD_MULTIPLIERS, WORD_STEP
@@ -271,6 +272,7 @@ def sum_kernel(
         # Entries are queued while the next launch judges these sums: it must see the bounds of now.
         tl.store(copy, start)
         tl.store(copy + 1, stop)
+    start_exit(counters, (program == 0) & (always == 0))
     items = tl.where(kind == _TOKENS_KIND, tokens, items)
     items = tl.where(kind == _SUSPECTS_KIND, stop - start, items).to(tl.int32)
     lane = tl.arange(0, ITEMS)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
 from kvcanary.kernels.triton_judge import judge_row, report_conflicts
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_rows import batch_row, old_span, open_row
@@ -138,6 +139,7 @@ def check_kernel(
     g = tl.program_id(2).to(tl.int64)
     counters = words_at(counters_at)
     meta = words_at(meta_at)
+    timed = is_timed(counters)
     group = meta + (g + 1) * _STATE_ROW
     item = words_at(items_at) + g * _ITEM_ROW
     armed = tl.load(counters + _ARMED)
@@ -153,6 +155,8 @@ def check_kernel(
         known_row = open_row(rows_at, history_at, row, context)
     if (b == 0) & (part == 0) & (g == 0):
         tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
+    if armed != 0:
+        start_clock(counters, meta, (b == 0) & (part == 0) & (g == 0))
     if (armed == 0) | (((selected >> g) & 1) == 0):
         return
     programs = tl.num_programs(1).to(tl.int64)
@@ -188,3 +192,4 @@ def check_kernel(
                 POW2,
             )  # fmt: skip
             start += (batch_rows + 1) * programs * TILE
+    stamp_entry(counters, timed)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
 from kvcanary.kernels.triton_inputs import judge_inputs, token_words
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_poison import place_poison
@@ -295,6 +296,7 @@ def mark_kernel(
     rows = words_at(rows_at)
     history = words_at(history_at)
     meta = words_at(meta_at)
+    timed = is_timed(counters)
     group = meta + (g + 1) * _ROW
     item = words_at(items_at) + g * _ITEM_ROW
     armed = tl.load(counters + _ARMED)
@@ -310,6 +312,7 @@ def mark_kernel(
     map_ = open_map(item)
     if armed == 0:
         return
+    start_clock(counters, meta, (b == 0) & (part == 0) & (z == 0))
     if FIRST:
         if shared & (b == 0) & (part == 0):
             tl.store(counters + _SCRATCH_TOKENS, tokens)
@@ -391,3 +394,4 @@ def mark_kernel(
             tl.store(scratch_slots + g * max_tokens + t, t * 0 + NONE, mask=inside & flag(shared == 0))
         fresh = b < 0
         start += step
+    stamp_entry(counters, timed)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
+from kvcanary.kernels.triton_clock import reset_clock, start_exit, take_time
 from kvcanary.kernels.triton_judge import report_conflicts
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_poison import look_for_poison
@@ -221,6 +222,7 @@ def close_forward(counters, place, forward, HEADER: tl.constexpr):
     tl.store(header + _SEQUENCE, forward)
     tl.store(counters + _FORWARD, forward + 1)
     tl.store(counters + _SCRATCH_TOKENS, forward * 0)
+    reset_clock(counters, forward)
 
 
 @entry
@@ -266,6 +268,7 @@ def commit_kernel(
     entries = queued - tl.load(copy)
     place = open_header(meta)
     first = begin == 0
+    start_exit(counters, (number == 0) & first)
     if (number == 0) & first:
         tl.atomic_add(counters + _SEAL_LAUNCHES, seals, sem="relaxed")
         tl.atomic_add(counters + _SCRUB_LAUNCHES, scrubs, sem="relaxed")
@@ -308,4 +311,6 @@ def commit_kernel(
     if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
         tl.store(ticket, forward * 0)
         if LAST:
+            take_time(counters, forward)
+            tl.debug_barrier()
             close_forward(counters, place, forward, HEADER)
