@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvcanary.batch import ForwardBatch
+from kvcanary.compiled import CompiledForward, Hooks
 from kvcanary.config import CanaryConfig, no_quarantine
 from kvcanary.decode import Decoder
 from kvcanary.errors import BatchError, ConfigError
@@ -233,6 +234,22 @@ class Canary(Lifecycle, Tools):
             nonfinite = self.config.check_nonfinite
             self._kernels.seal(self.state, part, scrub, last=True, nonfinite=nonfinite, poison=self._poison)
         self._host_ns += time.perf_counter_ns() - began
+
+    def compiled(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> CompiledForward:
+        """:meth:`enter` and :meth:`leave` for use inside ``torch.compile(fullgraph=True)``; see the class it returns.
+
+        Args:
+            batch: one of the batches to come: they have the same fields, with other tensors.
+            part: the part of the groups' sources that these forwards write.
+
+        Raises:
+            BatchError: no pool is attached.
+        """
+
+        def enter(given: ForwardBatch) -> None:
+            self.enter(given, part=part)
+
+        return CompiledForward(Hooks(enter=enter, leave=self.leave, layout=lambda: self._layout), self.layout, batch)
 
     def abandon(self) -> None:
         """The model raised: its tokens stay unsealed and the rows' histories as they were."""
