@@ -51,14 +51,13 @@ class Reporting(Binding):
         return self.mailbox.error
 
     def start(self) -> Self:
-        """Start the drain and the observers. Idempotent."""
+        """Start the drain and the observers. Idempotent; after :meth:`stop` all of it starts again."""
         if not self.drain.running:
             with ExitStack() as undo:
                 for sink in (*default_sinks(self.config), *self._observers):
                     undo.callback(self.bus.subscribe(sink).close)
                 self._open_journal()
                 undo.pop_all()
-            self._observers = ()
             self.facts.enabled = True
             self.drain.start()
         return self

@@ -126,6 +126,24 @@ def test_stop_is_idempotent_and_reports_what_was_delivered(bench: Bench) -> None
     assert [type(event).__name__ for event in bench.recorder.events][-1] == "RunStopped"
 
 
+def test_a_canary_that_is_started_again_has_its_observers_and_a_run_of_its_own(bench: Bench) -> None:
+    from tests.canary.hand import HandEngine
+
+    bench.engine.admit("a", 5)
+    bench.engine.step()
+    bench.canary.stop(5)
+    bench.canary.start()
+    again = HandEngine(bench.canary)
+    again.admit("b", 5)
+    again.step()
+    bench.canary.stop(5)
+    names = [type(event).__name__ for event in bench.recorder.events]
+    assert [name for name in names if name.startswith("Run")] == ["RunStarted", "RunStopped"] * 2
+    second = bench.recorder.events[names.index("RunStopped") + 1 :]
+    assert [event.seq for event in second] == list(range(1, len(second) + 1))
+    assert "SnapshotTaken" in {type(event).__name__ for event in second}
+
+
 def test_a_new_pool_begins_a_new_run_with_its_own_numbers(bench: Bench) -> None:
     from tests.canary.hand import HandEngine
 
