@@ -26,6 +26,7 @@ from kvcanary.faults.transformers_ops import _token_bytes, foreign_table, swap_p
 from kvcanary.mailbox import Quarantine
 from kvcanary.testing import EventRecorder
 from tests.engines.serving import DEADLINE_S, Served, blocks_are_shared_by_groups, serve
+from tests.engines.test_transformers_attach import traces
 
 pytestmark = pytest.mark.skipif(blocks_are_shared_by_groups(), reason="5.17 cannot take a page out of its index")
 
@@ -212,6 +213,23 @@ def test_an_idle_page_leaves_the_cache_and_is_not_served_again() -> None:
         assert second in it.of(PagesQuarantined)[0].pages
         assert it.engine.ask([prompt], new_tokens=8)[0].generated_tokens == expected
         assert len(it.of(IncidentOpened)) == 1
+
+
+def test_pages_that_were_published_before_the_watch_began_leave_the_cache_with_all_that_may_follow_them() -> None:
+    with serve("full", sampled=False) as engine:
+        prompt = engine.prompt(4 * PAGE + 3)
+        engine.manager.start()
+        expected = engine.ask([prompt], new_tokens=8)[0].generated_tokens
+        before = traces(engine.manager)
+        with kvcanary.watch(engine.manager, mode="quarantine") as watched:
+            allocator = next(iter(engine.manager.batch_processor.cache.cache_allocators.values()))
+            first, *_ = allocator.match_prefix_blocks(prompt)
+            assert watched.canary is not None
+            watched.canary.mailbox.post(Quarantine("r#9", (), "full_attention", (first,), 10**6))
+            engine.ask([engine.prompt(5)], new_tokens=2)
+            assert allocator.match_prefix_blocks(prompt) == []
+            assert engine.ask([prompt], new_tokens=8)[0].generated_tokens == expected
+        assert traces(engine.manager) == before
 
 
 def test_a_row_that_read_through_another_ones_table_is_healed_alone() -> None:

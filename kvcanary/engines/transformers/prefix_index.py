@@ -80,7 +80,13 @@ class PrefixIndex:
         return {page for page, origin in self._published() if origin.request in names and origin.forward > forward}
 
     def with_descendants(self, pages: set[int]) -> set[int]:
-        """The pages, and all published ones that were computed from them."""
+        """The pages, and all published ones that were computed from them.
+
+        What was published before the watch began may have been computed from any other such page.
+        """
+        unknown = self._ledger.block_to_hash.keys() - self._origins.keys()
+        if not pages.isdisjoint(unknown):
+            pages = pages | unknown
         children: dict[int, list[int]] = {}
         if pages:
             for page, origin in self._published():

@@ -182,7 +182,7 @@ class Healer:
         from transformers.generation.continuous_batching import requests as engine
 
         name = f"__kvcanary_quarantined_{next(self._numbers)}__"
-        nobody = engine.RequestState(request_id=name, initial_tokens=[], max_new_tokens=None)
+        nobody: Any = engine.RequestState(request_id=name, initial_tokens=[], max_new_tokens=None)
         nobody._status = state.status  # noqa: SLF001 - the property takes a time stamp and may log
         for buffers in self._host_buffers():
             for future in buffers.requests_in_batch:
