@@ -136,7 +136,7 @@ class Lifecycle(Reporting):
         self._tell("alloc", FactOp.ALLOC, group, request, pages)
         # Not pages in device tensors: whether a load fills them could not be told from here.
         if self._poison == "full" and not isinstance(pages, torch.Tensor):
-            self._page_fact(FactOp.POISON, group, request, self._checked(group, pages))
+            self._page_fact(FactOp.POISON, self.layout.index(group), request, self._checked(group, pages))
 
     def own(self, group: str | int, request: str, pages: Pages) -> None:
         """Pages were handed on with their contents: the owner changes, the records stay."""

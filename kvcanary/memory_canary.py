@@ -222,17 +222,39 @@ class MemoryCanary(LifecycleCalls):
     def _on_move(self, group: str, sources: Sequence[int], targets: Sequence[int], **_: object) -> None:
         self._facts.moved(group, sources, targets)
 
-    def _on_transfer(self, transfer: str, event: str, error: str, request: str | None, **start: Any) -> None:
+    def _on_transfer(
+        self,
+        transfer: str,
+        event: str,
+        *,
+        pages: Sequence[int],
+        direction: str,
+        tier: str,
+        blocks: Sequence[int],
+        error: str,
+        request: str | None,
+        **start: Any,
+    ) -> None:
         self._facts.retired = self.next_forward - 1
         if event == "start":
-            ordered = start.pop("ordered")
-            self._facts.transfer_started(transfer, request=request or "", ordered=ordered, **start)
+            who, ordered = request or "", start["ordered"]
+            if len(pages):
+                self._facts.transfer_started(transfer, start["group"], who, pages, direction, ordered=ordered)
+            if tier:
+                other = "out" if direction == "in" else "in"
+                self._facts.transfer_started(transfer, tier, who, blocks, other, ordered=ordered)
         elif event == "landed":
             self._facts.transfer_landed(transfer)
         elif event == "failed":
             self._facts.transfer_failed(transfer, error)
         else:
             raise BatchError(f"transfer {transfer!r}: event must be 'start', 'landed' or 'failed', got {event!r}")
+
+    def _on_alloc_blocks(self, tier: str, request: str, blocks: Sequence[int]) -> None:
+        self._facts.pages("alloc", tier, request, blocks)
+
+    def _on_free_blocks(self, tier: str, blocks: Sequence[int], request: str | None) -> None:
+        self._facts.pages("free", tier, request or "", blocks)
 
     def _on_weights_updated(self, epoch: int) -> None:
         self._facts.weights_updated(epoch)

@@ -33,6 +33,8 @@ CallName = Literal[
     "move",
     "restamp",
     "transfer",
+    "alloc_blocks",
+    "free_blocks",
     "weights_updated",
     "facts_lost",
 ]
@@ -49,9 +51,18 @@ class LifecycleCalls(ABC):
     def _put(self, name: CallName, **arguments: Any) -> None:
         """Take a call."""
 
-    def admit(self, request: str, *, tokens: Sequence[int] = (), start: int = 0, identity: bytes | None = None) -> None:
-        """A request becomes active; of ``tokens``, the first ``start`` travel."""
-        self._put("admit", request=request, tokens=_numbers(tokens[:start]), start=start, identity=identity)
+    def admit(
+        self,
+        request: str,
+        *,
+        tokens: Sequence[int] = (),
+        start: int = 0,
+        identity: bytes | None = None,
+        salts: Sequence[int] = (),
+    ) -> None:
+        """A request becomes active; of ``tokens`` and ``salts``, the first ``start`` travel."""
+        columns = {"tokens": _numbers(tokens[:start]), "salts": _numbers(salts[:start])}
+        self._put("admit", request=request, start=start, identity=identity, **columns)
 
     def rewind(self, request: str, length: int, *, tokens: Sequence[int] = ()) -> None:
         """It goes on from ``length``; of ``tokens``, so many travel."""
@@ -110,14 +121,25 @@ class LifecycleCalls(ABC):
         ordered: bool = False,
         request: str | None = None,
         error: str = "",
+        tier: str = "",
+        blocks: Sequence[int] = (),
     ) -> None:
         """A copy started, landed or failed, in time for the step that comes.
 
         Whether an unordered copy came too early is judged by the forwards that are done when the worker hears of it,
         so the process that starts the copy should rather tell its own canary.
         """
-        columns = {"direction": direction, "ordered": ordered, "request": request, "error": error}
-        self._put("transfer", transfer=transfer, event=event, group=group, pages=_numbers(pages), **columns)
+        columns = {"direction": direction, "ordered": ordered, "request": request, "error": error, "tier": tier}
+        places = {"group": group, "pages": _numbers(pages), "blocks": _numbers(blocks)}
+        self._put("transfer", transfer=transfer, event=event, **places, **columns)
+
+    def alloc_blocks(self, tier: str, request: str, blocks: Sequence[int]) -> None:
+        """Blocks outside of the pool were handed out."""
+        self._put("alloc_blocks", tier=tier, request=request, blocks=_numbers(blocks))
+
+    def free_blocks(self, tier: str, blocks: Sequence[int], request: str | None = None) -> None:
+        """Blocks outside of the pool were taken back."""
+        self._put("free_blocks", tier=tier, blocks=_numbers(blocks), request=request)
 
     def weights_updated(self, epoch: int) -> None:
         """What was cached before belongs to older weights."""

@@ -11,7 +11,7 @@ import torch
 from kvcanary.batch import ForwardBatch
 from kvcanary.errors import KVCanaryError
 from kvcanary.kernels import DeviceFact, Kernels
-from kvcanary.state import DeviceState
+from kvcanary.state import DeviceState, PoisonMode
 
 
 class QueueError(KVCanaryError, RuntimeError):
@@ -71,17 +71,28 @@ class DeviceQueue:
         """Queued."""
         self.put(lambda: self._kernels.facts(state, facts))
 
-    def mark(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool) -> None:
+    def mark(
+        self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int], *, first: bool, poison: str = ""
+    ) -> None:
         """Queued."""
-        self.put(lambda: self._kernels.mark(state, batch, groups, first=first))
+        self.put(lambda: self._kernels.mark(state, batch, groups, first=first, poison=poison))
 
     def check(self, state: DeviceState, batch: ForwardBatch, groups: Sequence[int]) -> None:
         """Queued."""
         self.put(lambda: self._kernels.check(state, batch, groups))
 
-    def seal(self, state: DeviceState, part: str, scrub_bytes: int, *, last: bool, nonfinite: bool) -> None:
+    def seal(
+        self,
+        state: DeviceState,
+        part: str,
+        scrub_bytes: int,
+        *,
+        last: bool,
+        nonfinite: bool,
+        poison: PoisonMode = "off",
+    ) -> None:
         """Queued."""
-        self.put(lambda: self._kernels.seal(state, part, scrub_bytes, last=last, nonfinite=nonfinite))
+        self.put(lambda: self._kernels.seal(state, part, scrub_bytes, last=last, nonfinite=nonfinite, poison=poison))
 
     def abandon(self, state: DeviceState) -> None:
         """Queued."""
