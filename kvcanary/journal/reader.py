@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -311,7 +311,7 @@ def find_files(target: str | Path) -> list[Path]:
 @contextlib.contextmanager
 def open_files(
     target: str | Path, on_error: Callable[[JournalError], None] | None = None
-) -> Iterator[list[JournalFile]]:
+) -> Generator[list[JournalFile]]:
     """The journals of a directory, or one file, opened.
 
     ``on_error`` is told of those of a directory that cannot be read, as long as another one can.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -130,7 +130,7 @@ class Store:
                 self._db.execute(_INSERT_GAP, Gap(1, last, PRUNED, moment or 0))
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

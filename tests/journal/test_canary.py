@@ -167,6 +167,17 @@ def test_every_kind_of_error_is_held_and_keeps_its_order(tmp_path: Path) -> None
     assert journal.wait(time.monotonic() + 10)
 
 
+def test_an_error_that_comes_with_the_last_event_is_seen_after_the_end(tmp_path: Path) -> None:
+    mailbox, journal = Mailbox(), Journal(tmp_path)
+    gate = Gate(journal, mailbox, 10)
+    error = KVCorruptionError("late", kind="CONTENT")
+    mailbox.post(Raise(error))
+    journal.finish()
+    assert journal.wait(time.monotonic() + 10)
+    gate.release()
+    assert (mailbox.error, error.journal_flushed, gate.holding) == (error, True, False)
+
+
 # --- processes ------------------------------------------------------------------------------------------------
 
 PREAMBLE = """
