@@ -1,7 +1,7 @@
 """From the stream to frames: what is kept, how it is cut into segments, and the ring of the flight recorder.
 
-Runs on the drain's thread, since only there events are still at hand; an event costs half a microsecond. Encoded
-events are what a bound in bytes can count.
+Runs on the drain's thread, since only there events are still at hand; an event costs about one microsecond.
+Encoded events are what a bound in bytes can count.
 """
 
 from __future__ import annotations
@@ -104,11 +104,6 @@ class Recorder:
         """Whether the segment is long enough, or was cut by a loss: a checkpoint would begin the next."""
         return self._cut or self._segment_size >= max(self._segment_bytes, CHECKPOINT_SHARE * self._checkpoint_size)
 
-    @property
-    def recording(self) -> bool:
-        """Whether what comes now is written, rather than kept in the ring."""
-        return self._all or self._until_ns > 0
-
     def take(self, events: Sequence[Event]) -> list[Item]:
         """What is to be written now, these events included or not."""
         items: list[Item] = []
@@ -180,19 +175,24 @@ class Recorder:
         if self._all:
             yield frame
             return
-        trigger = next((event for event in reversed(events) if isinstance(event, TRIGGERS)), None)
-        if trigger is not None:
-            self._until_ns = max(self._until_ns, trigger.monotonic_ns + self._after_ns)
-        elif self._until_ns and events[-1].monotonic_ns > self._until_ns:
-            self._until_ns = 0
-        if self._until_ns or isinstance(events[-1], RunStopped):
-            if trigger is not None or not isinstance(events[-1], RunStopped) or not events[-1].clean:
-                yield from self._ring.pour(NOT_KEPT)
-            else:
-                yield from self._ring.forget(NOT_KEPT)
+        self._follow(events)
+        last = events[-1]
+        if self._until_ns or (isinstance(last, RunStopped) and not last.clean):
+            yield from self._ring.pour(NOT_KEPT)
+            yield frame
+        elif isinstance(last, RunStopped):
+            yield from self._ring.forget(NOT_KEPT)
             yield frame
         else:
             self._ring.put(frame)
+
+    def _follow(self, events: Sequence[Event]) -> None:
+        """A finding opens the while in which everything is written; the events' own clock closes it."""
+        trigger = next((event for event in reversed(events) if isinstance(event, TRIGGERS)), None)
+        if trigger is not None:
+            self._until_ns = max(self._until_ns, trigger.monotonic_ns + self._after_ns)
+        elif events[-1].monotonic_ns > self._until_ns:
+            self._until_ns = 0
 
     def _end(self, stopped: RunStopped) -> Iterator[Item]:
         yield from self._ring.forget(NOT_KEPT)
