@@ -75,6 +75,8 @@ def take_time(counters, forward):
             leaving = tl.load(counters + _LEAVING, volatile=True)
             tl.store(counters + _GPU_NS, entry + tl.maximum(now - leaving, 0))
             tl.store(counters + _GPU_FORWARD, forward)
+            # The header is copied next, by other threads.
+            tl.debug_barrier()
 
 
 @triton.jit

@@ -118,11 +118,13 @@ def _pattern(low, high, at):
 @triton.jit
 def _holds(address, low, high, start, size, mask):
     """Whether the ``size`` (at most 16) bytes at each address are the pattern's from place ``start`` on."""
-    lane = tl.arange(0, _BYTES).to(tl.int64)[None, :]
-    inside = mask[:, None] & (lane < size)
-    found = tl.load((address[:, None] + lane).to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-    wanted = _pattern(low, high, (start + lane) & (_BYTES - 1))
-    return mask & (tl.sum((inside & (found != wanted)).to(tl.int32), 1) == 0)
+    holds = mask
+    # Byte by byte: runs may lie at any address, and a tile of bytes would take the registers of what surrounds it.
+    for k in tl.static_range(_BYTES):
+        inside = mask & flag(size > k)
+        found = tl.load((address + k).to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+        holds = holds & ((inside == 0) | (found == _pattern(low, high, (start + k) & (_BYTES - 1))))
+    return holds
 
 
 @triton.jit
@@ -133,10 +135,10 @@ def place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag
         mine = written & changed & (state_of(owner) == _HELD) & (tag_of(owner) == tag) & flag(tag != 0)
         choice, low, high = _poison_words(tl.load(row + _KEY), forward, g)
         spot, start, size = _choose(row, choice)
-        lane = tl.arange(0, _BYTES).to(tl.int64)[None, :]
-        address = _bytes_at(spot, pool, tl.maximum(slot, 0), start, POW2)[:, None] + lane
-        value = _pattern(low, high, lane + address * 0)
-        tl.store(address.to(tl.pointer_type(tl.uint8)), value, mask=mine[:, None] & (lane < size))
+        address = _bytes_at(spot, pool, tl.maximum(slot, 0), start, POW2)
+        for k in tl.static_range(_BYTES):
+            value = _pattern(low, high, t * 0 + k)
+            tl.store((address + k).to(tl.pointer_type(tl.uint8)), value, mask=mine & flag(size > k))
         bits = words_at(tl.load(meta + _SCRATCH_POISON)) + g * tl.load(meta + _MAX_TOKENS) + t
         tl.store(bits, tl.where(mine, _PLACED, t * 0), mask=written)
 

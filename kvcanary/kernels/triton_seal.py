@@ -312,5 +312,4 @@ def commit_kernel(
         tl.store(ticket, forward * 0)
         if LAST:
             take_time(counters, forward)
-            tl.debug_barrier()
             close_forward(counters, place, forward, HEADER)
