@@ -57,7 +57,7 @@ PAGE_KINDS = _PageKinds(
 
 
 class FactRecorder:
-    """The calls that record facts. One thread records; nothing blocks and nothing is lost uncounted.
+    """The calls that record facts. Nothing blocks and nothing is lost uncounted; each thread's calls keep their order.
 
     Args:
         capacity: most calls that wait to be packed.
