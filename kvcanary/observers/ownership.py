@@ -191,8 +191,11 @@ class OwnershipFold:
                 return held
             self._handed_out_unfreed(fact, life, pages, entry)
         own = self._transfers.handed_out(fact.forward, life.name, pages, entry)
+        # What goes on with a page that is not its own meets every later holder, until it lands or fails.
+        touching = entry.notes.intruders + entry.notes.flights
+        others = tuple(one for one in touching if one not in own and not one.ordered)
         past, busy = entry.left(fact.forward)
-        notes = Notes(stale=entry.notes.published or entry.notes.stale, flights=own)
+        notes = Notes(stale=entry.notes.published or entry.notes.stale, flights=own, intruders=others)
         return Entry(HELD, fact.forward, (life,), past, busy, notes)
 
     def _restored(self, life: Life, pages: Pages, entry: Entry) -> Entry | None:

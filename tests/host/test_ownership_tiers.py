@@ -85,3 +85,19 @@ def test_a_load_that_failed_ends_at_both_places(script: Script) -> None:
     started(script, "x", "a", 1, 0)
     script.launch()
     assert script.found == []
+
+
+def test_a_transfer_that_goes_on_meets_every_later_holder_until_it_lands(script: Script) -> None:
+    script.copy_start("x", "a", 1)
+    for old, new in (("a", "b"), ("b", "a")):
+        script.free(1, request=old)
+        script.finish(old)
+        script.admit(new)
+        script.alloc(new, 1)
+        script.launch()
+        assert [(found.kind, found.request) for found in script.found] == [("EARLY_REUSE", new)]
+    script.copy_land("x")
+    script.free(1, request="a")
+    script.alloc("b", 1)
+    script.launch()
+    assert script.found == []

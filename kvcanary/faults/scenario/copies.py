@@ -60,6 +60,9 @@ class Copies:
 
     def start(self, event: CopyStart) -> None:
         """The engine queues a copy, and tells of it; records are taken along in stream order."""
+        old = self._copies.get(event.name)
+        if old is not None and (old.missing or not old.told):
+            raise WorldError(f"copy {event.name!r} is still under way; give this one another name")
         targets = self.ends(event.targets)
         sources: list[End | None] = list(self.ends(event.sources)) or [None] * len(targets)
         if len(sources) != len(targets):
@@ -68,9 +71,11 @@ class Copies:
         request = event.request or self._request_of(targets, sources)
         copy = Copy(event.name, pairs, request, set(), taking=event.taking, relaid=event.relaid)
         for number, pair in enumerate(pairs):
-            copy.missing |= {
-                (number, source) for source in self._sources(pair) if not event.only or source in event.only
-            }
+            there = self._sources(pair)
+            unknown = [source for source in event.only if source not in there]
+            if unknown:
+                raise WorldError(f"there is no source {unknown[0]!r} to copy; there are {', '.join(there)}")
+            copy.missing |= {(number, source) for source in event.only or there}
         self._copies[event.name] = copy
         self._tell_start(copy, ordered=event.ordered)
         for number, (source, _) in enumerate(pairs):
@@ -191,6 +196,13 @@ class Copies:
             raise WorldError(f"nothing was ever stored in {end} for source {source!r}")
         return data
 
+    def stored(self, end: End) -> list[str]:
+        """The sources that lie in a block of a tier."""
+        names = list(self._block(end).data)
+        if not names:
+            raise WorldError(f"nothing was ever stored in {end}")
+        return names
+
     def _sources(self, pair: tuple[End | None, End]) -> list[str]:
         """Names of the buffers that a copy between two ends moves: what there is at its source."""
         source, target = pair
@@ -204,11 +216,18 @@ class Copies:
     # --- places -------------------------------------------------------------------------------------------
 
     def ends(self, places: Places) -> list[End]:
-        """Pages and blocks, in order."""
+        """Pages and blocks, in order.
+
+        Raises:
+            WorldError: a block that its tier does not have, or slots that fill no pages.
+        """
         found: list[End] = []
         for term in places:
             if term.space in self._tiers:
-                found += [End(None, "", number, term.space) for number in term.numbers]
+                blocks = [End(None, "", number, term.space) for number in term.numbers]
+                for block in blocks:
+                    self._block(block)
+                found += blocks
             else:
                 engine = self._engine_of(term.space)
                 for group, slots in engine.slots((term,)).items():

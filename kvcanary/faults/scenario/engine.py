@@ -186,6 +186,6 @@ class Engine:
         pages = self.pages(group, slots)
         if len(set(slots)) != len(pages) * size:
             raise WorldError(
-                f"group {group!r} is handed out in pages of {size} slots; {len(slots)} slots fill no pages"
+                f"group {group!r} is handed out in pages of {size} slots; these {len(slots)} fill no pages"
             )
         return pages

@@ -97,9 +97,7 @@ class Forward:
             if line is not None:
                 lines[name] = line._replace(lands=lands.get(name))
         if not lines and held is not None:
-            raise WorldError(
-                f"request {row.request!r} has no slots; give it some with alloc or hit, or say what it reads"
-            )
+            raise WorldError(f"request {row.request!r} has no slots; use alloc or hit before, or say what it reads")
         return Sequence(row, held, context, new, lines)
 
     def _placed(self, places: Places | None) -> tuple[dict[str, list[int]], dict[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 _HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([\w.\-\"']+)\s*=")
@@ -16,7 +15,7 @@ class Lines:
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
-        self._keys = dict(self._find())
+        self._keys = self._find()
 
     def of(self, path: Path) -> int:
         """The line of a value, or of the nearest one around it that has a line of its own."""
@@ -29,20 +28,22 @@ class Lines:
             names = names[:-1]
         return 1
 
-    def _find(self) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _find(self) -> dict[tuple[str, ...], int]:
+        """The first line of every key and table, and of the tables that dotted keys imply."""
+        found: dict[tuple[str, ...], int] = {}
         table: tuple[str, ...] = ()
         for number, line in enumerate(self._lines, 1):
             header = _HEADER.match(line)
             key = _KEY.match(line)
             if header is not None:
-                table = _parts(header[1])
-                yield table, number
+                names = table = _parts(header[1])
             elif key is not None:
                 names = table + _parts(key[1])
-                for end in range(len(table) + 1, len(names)):
-                    if names[:end] not in getattr(self, "_keys", {}):
-                        yield names[:end], number
-                yield names, number
+            else:
+                continue
+            for end in range(1, len(names) + 1):
+                found.setdefault(names[:end], number)
+        return found
 
     def _item(self, line: int, item: int) -> int:
         """The line of the n-th string, or inline table, of the list that begins on ``line``."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 from msgspec import Meta, Struct
 
+from kvcanary.config import CanaryConfig
 from kvcanary.errors import ConfigError, KVCanaryError
 from kvcanary.faults.scenario.happenings import Happening
 from kvcanary.faults.scenario.lines import Lines
@@ -25,6 +26,8 @@ Dtype = Literal["float32", "bfloat16", "float16", "uint8"]
 
 REFUSALS = ("LayoutError", "BatchError")
 """Errors that a canary raises when it is called with what cannot be right; expected like kinds of violation."""
+DECIDED = ("mode", "backend", "key")
+"""Settings that a scenario does not choose."""
 KINDS = (*(kind.name for kind in Kind), *LEDGER_KINDS, *REFUSALS)
 
 
@@ -147,13 +150,18 @@ class Play(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True):
-    """A file that was understood."""
+    """A file that was understood. ``groups_line``: where it says what the pool looks like."""
 
     path: str
+    groups_line: int
     document: Document
     play: Play
     wants: tuple[Want, ...]
     twin: Play | None
+
+    def world_error(self, problem: object) -> ScenarioError:
+        """An error at the line of the groups."""
+        return ScenarioError(f"{self.path}:{self.groups_line}: there is no such world: {problem}")
 
     def error(self, play: Play, event: int, problem: object) -> ScenarioError:
         """An error at the line of an event."""
@@ -195,7 +203,7 @@ class _Reader:
         twin = None
         if document.twin is not None:
             twin = self._play(document, ("twin", "events"), document.twin.events, document.twin)
-        return Scenario(self.path, document, play, self._wants(document), twin)
+        return Scenario(self.path, self.lines.of(("groups",)), document, play, self._wants(document), twin)
 
     def fail(self, path: tuple[str | int, ...], problem: str) -> NoReturn:
         raise ScenarioError(f"{self.path}:{self.lines.of(path)}: {problem}")
@@ -214,15 +222,42 @@ class _Reader:
 
     def _check(self, document: Document) -> None:
         self._check_world(document)
-        for name, request in document.requests.items():
-            if request.like and request.like not in {*document.requests, *self._named(document)}:
-                near = nearest(request.like, self._named(document))
-                self.fail(("requests", name), f"like = {request.like!r}: no event has such a request{near}")
+        self._check_settings(document.settings)
+        self._check_requests(document, ("requests",), document.requests)
+        if document.twin is not None and document.twin.requests is not None:
+            self._check_requests(document, ("twin", "requests"), document.twin.requests)
         if document.why and document.expect != "nothing":
             self.fail(("why",), 'why = "..." says why nothing is found, so it needs expect = "nothing"')
         for i, kind in enumerate(document.also):
             if kind not in KINDS:
                 self.fail(("also", i), f"no finding is called {kind!r}{nearest(kind, KINDS)}")
+
+    def _check_requests(self, document: Document, path: tuple[str, ...], requests: dict[str, Request]) -> None:
+        for name, request in requests.items():
+            where = (*path, name)
+            if request.like and request.like not in {*requests, *self._named(document)}:
+                near = nearest(request.like, self._named(document))
+                self.fail(where, f"like = {request.like!r}: no event has such a request{near}")
+            for span in request.media:
+                if not re.fullmatch(r"\d+(\.\.\d+)?", span):
+                    self.fail(where, f"media stands at positions such as '3' or '0..7', got {span!r}")
+            seen = [name]
+            while seen[-1] in requests and requests[seen[-1]].like:
+                seen.append(requests[seen[-1]].like)
+                if seen[-1] in seen[:-1]:
+                    self.fail(where, f"requests are like one another in a circle: {' -> '.join(seen)}")
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        known = [name for name in CanaryConfig.__struct_fields__ if name not in DECIDED]
+        for name in settings:
+            if name in DECIDED:
+                self.fail(("settings", name), f"a scenario does not choose {name!r}")
+            if name not in known:
+                self.fail(("settings", name), f"no setting is called {name!r}{nearest(name, known)}")
+        try:
+            CanaryConfig(mode="log", **settings)
+        except ConfigError as error:
+            self.fail(("settings",), str(error))
 
     def _check_world(self, document: Document) -> None:
         for name, groups in (("groups", document.groups), ("remote", document.remote)):
@@ -315,10 +350,3 @@ def _value_at(raw: Any, path: Sequence[str | int]) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return raw
-
-
-def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that a scenario may choose; what decides whether anything is found at all is not among them."""
-    if "mode" in settings or "backend" in settings or "key" in settings:
-        raise ConfigError("a scenario does not choose 'mode', 'backend' or 'key'; leave them out of settings")
-    return settings

@@ -17,7 +17,7 @@ from kvcanary.faults.scenario.device import QueueError
 from kvcanary.faults.scenario.engine import Engine
 from kvcanary.faults.scenario.forward import PADDING, Forward
 from kvcanary.faults.scenario.happenings import Happening, Places
-from kvcanary.faults.scenario.parse import Play, Scenario, check_settings
+from kvcanary.faults.scenario.parse import Play, Scenario
 from kvcanary.faults.scenario.pool import Backend, Pool, WorldError
 from kvcanary.faults.scenario.texts import Texts
 
@@ -59,7 +59,10 @@ def play(scenario: Scenario, events: Play, *, backend: Backend = "reference") ->
         ConfigError: the backend or a setting does not work.
     """
     with ExitStack() as cleanup:
-        world = World(events, backend, cleanup)
+        try:
+            world = World(events, backend, cleanup)
+        except (LayoutError, WorldError) as error:
+            raise scenario.world_error(error) from error
         findings: list[Finding] = []
         trace: list[tuple[Event, ...]] = []
         for number, event in enumerate(events.events):
@@ -81,8 +84,7 @@ class World:
         self.engines: dict[str, Engine] = {}
         for name, groups in (("", events.groups), ("r", events.remote)):
             if groups:
-                settings = check_settings(events.settings)
-                pool = Pool(name, groups, settings, backend=backend, held=held, seed=len(self.engines))
+                pool = Pool(name, groups, events.settings, backend=backend, held=held, seed=len(self.engines))
                 cleanup.callback(pool.close)
                 self.engines[name] = Engine(pool, texts)
         self.copies = Copies(self.engines, events.tiers)
@@ -274,7 +276,7 @@ class World:
         rows: list[torch.Tensor] = []
         if tier is not None:
             for end in self.copies.ends(places):
-                names = [source] if source else list(self.copies.blocks[end.tier, end.number].data)
+                names = [source] if source else self.copies.stored(end)
                 rows += [self.copies.bytes_of(end, name) for name in names]
             return rows
         engine = self._engine(places)

@@ -156,6 +156,8 @@ class Pool:
         self, group: str, slot: int, *, only: Sequence[str] = (), part: str | None = None, nan: bool = False
     ) -> None:
         """New bytes of one token."""
+        for name in only:
+            self._view(group, name)
         for name, source in sources_of(self.groups[group]).items():
             if (only and name not in only) or (part is not None and source.part != part):
                 continue
@@ -176,14 +178,17 @@ class Pool:
         if not -item.slots <= slot < item.slots:
             raise WorldError(f"slot {slot} lies outside of group {group!r} with its {item.slots} slots")
         page, offset = divmod(slot % item.slots, item.page)
+        return self._view(group, source)[page, offset]
+
+    def _view(self, group: str, source: str) -> torch.Tensor:
         view = self.views[group].get(source)
         if view is None:
             raise WorldError(f"group {group!r} has no source {source!r}; it has {', '.join(self.views[group])}")
-        return view[page, offset]
+        return view
 
     def page(self, group: str, source: str, page: int) -> torch.Tensor:
         """The numbers of one page in one source."""
-        view = self.views[group][source]
+        view = self._view(group, source)
         if not 0 <= page < view.shape[0]:
             raise WorldError(f"page {page} lies outside of group {group!r} with its {view.shape[0]} pages")
         return view[page]
