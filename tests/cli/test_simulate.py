@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,21 @@ def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytest.C
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
     assert "kvcanary simulate case.toml --verbose" in capsys.readouterr().out
+
+
+def test_the_kernels_of_a_gpu_are_interpreted_where_there_is_none(tmp_path: Path) -> None:
+    text = HOLDS.replace('"free(3)",\n]', '"free(3)",\n    "alloc(B, 3)",\n    "launch F1(B writes 3 nan)",\n]', 1)
+    text = text.replace("nth = 2 }", 'nth = 2 }, { kind = "NONFINITE", at = "launch F1", request = "B" }')
+    written(tmp_path, one=text)
+    # In a process of its own: whether Triton is interpreted is settled when its kernels are first imported.
+    program = "import sys; from kvcanary.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "simulate", tmp_path, "--backend", "triton", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["scenarios"][0]["found"]
+    assert [finding["kind"] for finding in found] == ["DOUBLE_FREE", "NONFINITE"]

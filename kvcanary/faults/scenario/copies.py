@@ -43,8 +43,7 @@ class Copy:
 def _turn(engine: Engine) -> None:
     """An engine's loop goes on turning, and with it goes what was queued for its next step."""
     with engine.canary.step():
-        pass
-    engine.pool.queue.advance()
+        engine.pool.queue.advance()
 
 
 class Copies:

@@ -333,6 +333,8 @@ class World:
                 pool.canary.enter(forward.batch, part=event.part)
                 pool.queue.put(forward.model)
                 pool.canary.leave()
+                # Within the step, as on any CPU: the drain takes a step that is over and left no header for lost.
+                pool.queue.advance()
         finally:
             pool.queue.begin("")
         forward.finish()
@@ -340,7 +342,9 @@ class World:
     def _run(self, event: happen.Run) -> None:
         if event.name not in self._forwards:
             raise WorldError(f"no forward {event.name} was launched; launched were {', '.join(self._order) or 'none'}")
-        self._forwards[event.name].pool.queue.release(event.name)
+        pool = self._forwards[event.name].pool
+        with pool.canary.step():
+            pool.queue.release(event.name)
 
     def _idles(self, event: happen.Idle) -> None:
         for name in self.engines:
@@ -352,6 +356,7 @@ class World:
             with engine.pool.canary.step():
                 engine.pool.canary.enter(forward.batch)
                 engine.pool.canary.leave()
+                engine.pool.queue.advance()
 
 
 def pool_slots(engine: Engine) -> int:
