@@ -13,6 +13,14 @@ from kvcanary.events import ViolationDetected
 from kvcanary.observers.ledger import Owner
 
 BITS64 = 1 << 64
+_MISREAD = frozenset({"UNWRITTEN", "POSITION", "DIGEST"})
+"""Kinds in which a row reads a page and finds something else there."""
+_SEEN = {
+    "mark": "seen in what the forward was given, before the model ran",
+    "check": "seen through the table that attention reads, before the model ran",
+    "facts": "seen when the request ended, with the digest of all that it was fed",
+}
+"""When it was seen, by role."""
 
 
 class Explanation(NamedTuple):
@@ -45,6 +53,9 @@ def explain(violation: ViolationDetected, owners: Sequence[Owner] = ()) -> Expla
     ``owners``: who held its page, newest first, as the ledger has it.
     """
     words = _EXPLAIN.get(violation.kind, _unknown)(violation)
+    if violation.kind in _MISREAD and _was_taken(violation, owners):
+        taken = f"the page was taken from request {_reader(violation)}, which still reads it"
+        words = words._replace(cause=f"freed too early: {taken}, and went to {_owner(violation)}")
     headline = (
         f"{violation.kind}: {_place(violation)}: found {words.found}, expected {words.expected}, "
         f"forward {violation.forward}"
@@ -65,11 +76,13 @@ def _reader(v: ViolationDetected) -> str:
 
 
 def _writer(v: ViolationDetected) -> str:
-    return f"request {_name(v.writer_request, v.writer_tag)}"
+    known = v.writer_request or v.writer_tag
+    return f"request {_name(v.writer_request, v.writer_tag)}" if known else "a row that no live request has"
 
 
 def _owner(v: ViolationDetected) -> str:
-    return f"request {_name(v.owner_request, v.owner_tag)}"
+    known = v.owner_request or v.owner_tag
+    return f"request {_name(v.owner_request, v.owner_tag)}" if known else "nobody known"
 
 
 def _place(v: ViolationDetected) -> str:
@@ -92,14 +105,24 @@ def _digest(digest: str, other: str) -> str:
 
 
 def _another_wrote(v: ViolationDetected) -> bool:
-    return bool(v.writer_tag and v.tag and v.writer_tag != v.tag)
+    return bool(v.writer_forward and v.tag and v.writer_tag != v.tag)
 
 
 def _another_owns(v: ViolationDetected) -> bool:
     return v.owner_state == "held" and bool(v.owner_tag and v.tag and v.owner_tag != v.tag)
 
 
+def _was_taken(v: ViolationDetected, owners: Sequence[Owner]) -> bool:
+    """Whether the reader had the page before it went to its present owner, and does not share it now."""
+    if not v.request or not _another_owns(v):
+        return False
+    mine = [owner for owner in owners if owner.request == v.request]
+    return bool(mine) and all(owner.until and owner.until <= v.forward for owner in mine)
+
+
 def _circumstances(v: ViolationDetected) -> Iterator[str]:
+    if v.role in _SEEN:
+        yield _SEEN[v.role]
     if v.writer_forward:
         yield f"the record was written by {_writer(v)} in forward {v.writer_forward}"
     if v.owner_state == "held":
@@ -222,6 +245,10 @@ def _position(v: ViolationDetected) -> Words:
 def _wrong_digest(v: ViolationDetected) -> Words:
     found = _digest(v.digest_found, "a record that belongs to another prefix")
     expected = _digest(v.digest_expected, "the digest that the record before it leads to")
+    if v.position_expected == 0:
+        # Before the first token there is only the seed, which comes from the identity.
+        cause = "other identity: the page was computed under another adapter, salt or tenant than the request has"
+        return Words(found, expected, cause)
     if _another_owns(v):
         return Words(found, expected, f"swapped rows: the table names pages that {_owner(v)} holds (or a stale slot)")
     if _another_wrote(v):
@@ -233,7 +260,8 @@ def _request_digest(v: ViolationDetected) -> Words:
     found = _digest(v.digest_found, "a row whose tokens are not the request's")
     expected = _digest(v.digest_expected, "the digest of the tokens that the request was fed")
     if _another_owns(v) or _another_wrote(v):
-        return Words(found, expected, "swapped rows: the row is consistent in itself, but another request's")
+        cause = "swapped rows: the row is consistent in itself, but another request's"
+        return Words(found, expected, f"{cause} (or the prefix index has one key for two prefixes)")
     return Words(
         found, expected, "lost carry-over: the cache holds other tokens than the request was fed (or swapped rows)"
     )
@@ -299,6 +327,11 @@ def _content(v: ViolationDetected) -> Words:
     evidence = ("more than one bit changed",) if v.fingerprint_found else ()
     if v.owner_state == "freed":
         cause = "freed too early: the page was free, and something reused its bytes"
+    elif _another_owns_bytes(v) and v.writer_forward >= v.owner_as_of:
+        cause = (
+            "incomplete copy: the record came with a copy, and the bytes under it are others (stored too early, loaded "
+            "in part, or read in another layout)"
+        )
     elif _another_owns_bytes(v):
         cause = f"foreign write: the bytes changed after {_owner(v)} got the page, without a new record"
     else:

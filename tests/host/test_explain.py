@@ -41,8 +41,10 @@ def violation(kind: str, **fields: Any) -> ViolationDetected:
         ("shifted position", "POSITION", {"position_found": 9, "position_expected": 8, "writer_tag": 1}),
         ("stale slot", "POSITION", OF_B),
         ("foreign write", "POSITION", BY_B),
+        ("foreign write", "POSITION", {"writer_forward": 30}),
         ("swapped rows", "DIGEST", OF_B),
         ("foreign write", "DIGEST", BY_B),
+        ("other identity", "DIGEST", {**OF_B, **BY_B, "position_expected": 0}),
         ("swapped rows", "REQUEST_DIGEST", {**OF_B, **BY_B}),
         ("lost carry-over", "REQUEST_DIGEST", {"writer_tag": 1}),
         ("lost carry-over", "FINAL_DIGEST", {}),
@@ -53,6 +55,8 @@ def violation(kind: str, **fields: Any) -> ViolationDetected:
         ("foreign write", "NULL_DIRTY", {}),
         ("freed too early", "CONTENT", FREED),
         ("foreign write", "CONTENT", {}),
+        ("foreign write", "CONTENT", {**OF_B, "writer_tag": 1, "writer_forward": 29}),
+        ("incomplete copy", "CONTENT", {**OF_B, "writer_tag": 1, "writer_forward": 30}),
     ],
 )
 def test_the_likely_fault_is_named(cause: str, kind: str, fields: dict[str, Any]) -> None:
@@ -128,6 +132,20 @@ def test_the_evidence_names_writer_owner_and_taint() -> None:
     assert "written by request b in forward 30" in evidence
     assert "belongs to request b since forward 30" in evidence
     assert "already had a wrong digest" in evidence
+
+
+@pytest.mark.parametrize("kind", ["UNWRITTEN", "POSITION", "DIGEST"])
+def test_a_page_that_was_taken_from_its_reader_is_told_from_one_that_is_shared(kind: str) -> None:
+    found = violation(kind, position_expected=4, **OF_B)
+    taken = (Owner(Life("b"), 30), Owner(Life("a"), 5, 30))
+    shared = (Owner(Life("b"), 30), Owner(Life("a"), 30), Owner(Life("a"), 5, 30))
+    assert explain(found, taken).cause.startswith("freed too early: the page was taken from request a,")
+    assert not explain(found, shared).cause.startswith("freed too early")
+
+
+def test_a_writer_that_nobody_knows_is_no_request() -> None:
+    evidence = explain(violation("POSITION", writer_forward=30)).evidence
+    assert "the record was written by a row that no live request has in forward 30" in evidence
 
 
 def test_a_request_whose_name_is_forgotten_goes_by_its_tag() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvcanary.events import IncidentOpened
 from kvcanary.faults.scenario.parse import KINDS, REFUSALS, Scenario, load
-from kvcanary.faults.scenario.verdict import judge
+from kvcanary.faults.scenario.verdict import Verdict, judge
+from kvcanary.observers.explain import docs_link
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -96,13 +98,34 @@ def scenario(path: Path) -> Scenario:
     return load(path)
 
 
+@cache
+def verdicts(path: Path) -> tuple[Verdict, ...]:
+    return tuple(judge(scenario(path)))
+
+
 def cases_of(path: Path) -> set[str]:
     return set(filter(None, re.split(r",\s*", scenario(path).document.case)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HERE).as_posix())
 def test_what_a_file_expects_is_reported_and_nothing_else(path: Path) -> None:
-    assert [problem for verdict in judge(scenario(path)) for problem in verdict.problems] == []
+    assert [problem for verdict in verdicts(path) for problem in verdict.problems] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HERE).as_posix())
+def test_every_incident_explains_itself(path: Path) -> None:
+    told = [one for verdict in verdicts(path) for events in verdict.report.trace for one in events]
+    for incident in [one for one in told if isinstance(one, IncidentOpened)]:
+        likely, colon, words = incident.likely_cause.partition(": ")
+        assert colon
+        assert likely.islower()
+        assert words
+        assert incident.evidence
+        assert incident.docs == docs_link(incident.kind)
+        if incident.first is not None and incident.first.writer_forward:
+            assert any("the record was written by" in clue for clue in incident.evidence)
+        if incident.first is None and incident.page >= 0 and incident.group in {"full", "swa"}:
+            assert any(re.search("holds the page|held the page", clue) for clue in incident.evidence)
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in CASES.items() for case in cases])
