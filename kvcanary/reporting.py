@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -16,15 +16,16 @@ from kvcanary.errors import CanaryStalledError
 from kvcanary.events import Event
 from kvcanary.facts import FactLog
 from kvcanary.feed import Feed
-from kvcanary.journal.gate import Gate
-from kvcanary.journal.sink import Journal
-from kvcanary.journal.writer import Bounds
 from kvcanary.mailbox import Mailbox, Raise
 from kvcanary.observers import default_folds, default_sinks
 from kvcanary.observers.base import Observer
 from kvcanary.observers.redact import redact_all
 from kvcanary.observers.violations import ViolationsFold
 from kvcanary.pipeline import Drain, DrainReport
+
+if TYPE_CHECKING:
+    from kvcanary.journal.gate import Gate
+    from kvcanary.journal.sink import Journal
 
 
 class Reporting(Binding):
@@ -127,6 +128,10 @@ class Reporting(Binding):
         config = self.config
         if config.journal is None:
             return
+        from kvcanary.journal.gate import Gate
+        from kvcanary.journal.sink import Journal
+        from kvcanary.journal.writer import Bounds
+
         self._journal = Journal(
             config.journal,
             config.journal_level,

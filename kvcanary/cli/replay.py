@@ -165,7 +165,8 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
             {"seq": one.seq, "recorded": _json(one.recorded), "derived": _json(one.derived)}
             for one in verdict.differences
         ]
-        line |= {"different": verdict.different, "differences": differences, "holds": verdict.holds}
+        gaps = [{"first_seq": gap.first_seq, "last_seq": gap.last_seq, "reason": gap.reason} for gap in verdict.gaps]
+        line |= {"gaps": gaps, "different": verdict.different, "differences": differences, "holds": verdict.holds}
         print(msgspec.json.encode(line).decode())
         return
     word = "no difference" if verdict.different == 0 else f"{verdict.different:,} differ"

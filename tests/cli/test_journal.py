@@ -249,3 +249,6 @@ def test_a_gap_is_said(run: Run, tmp_path: Path) -> None:
     assert "are missing: level incidents: nothing was found" in out
     _, checked, _ = run("replay", tmp_path, "--check")
     assert "not compared" in checked
+    (verdict,) = lines(run("replay", tmp_path, "--check", "--json")[1])
+    assert verdict["holds"]
+    assert {gap["reason"] for gap in verdict["gaps"]} == {"level incidents: nothing was found"}
