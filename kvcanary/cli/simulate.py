@@ -52,9 +52,13 @@ def simulate(
     """
     import torch
 
+    from kvcanary.kernels import load_kernels
+
     torch.set_num_threads(1)
-    if backend == "triton" and not torch.cuda.is_available():
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    if backend == "triton" and device == "cpu":
         interpret_triton()
+    load_kernels(backend, device)  # a backend that does not work here is no file's fault
     results = [_result(path, backend) for path in files_in(paths)]
     if json:
         print(msgspec.json.format(msgspec.json.encode(as_json(results, trace=verbose)), indent=2).decode())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcanary.errors import BatchError, LayoutError
+from kvcanary.errors import BatchError, ConfigError, LayoutError
 from kvcanary.events import Event, IncidentOpened, OwnershipViolated, ViolationDetected
 from kvcanary.faults.scenario import happenings as happen
 from kvcanary.faults.scenario.copies import Copies
@@ -61,7 +61,7 @@ def play(scenario: Scenario, events: Play, *, backend: Backend = "reference") ->
     with ExitStack() as cleanup:
         try:
             world = World(events, backend, cleanup)
-        except (LayoutError, WorldError) as error:
+        except (ConfigError, LayoutError, WorldError) as error:
             raise scenario.world_error(error) from error
         findings: list[Finding] = []
         trace: list[tuple[Event, ...]] = []

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
+from kvcanary.faults.scenario.happenings import Idle
 from kvcanary.faults.scenario.parse import Expected, Play, Scenario, Want
 from kvcanary.faults.scenario.play import Finding, Report, play
 from kvcanary.faults.scenario.pool import Backend
@@ -20,10 +23,12 @@ class Verdict:
     """What came of a scenario, or of its twin.
 
     Attributes:
+        play: what was played.
         problems: what came instead of what was expected; none if it holds.
     """
 
     scenario: Scenario
+    play: Play
     is_twin: bool
     outcome: Outcome
     problems: tuple[str, ...]
@@ -34,12 +39,6 @@ class Verdict:
         """Whether it came as the file says."""
         return self.outcome != "failed"
 
-    @property
-    def play(self) -> Play:
-        """What was played."""
-        twin = self.scenario.twin
-        return twin if self.is_twin and twin is not None else self.scenario.play
-
 
 def judge(scenario: Scenario, *, backend: Backend = "reference") -> list[Verdict]:
     """Play a scenario and its twin.
@@ -47,19 +46,24 @@ def judge(scenario: Scenario, *, backend: Backend = "reference") -> list[Verdict
     Raises:
         ScenarioError: an event cannot happen, with its line.
     """
-    verdicts = [_verdict(scenario, play(scenario, scenario.play, backend=backend))]
+    events = scenario.play if scenario.wants else watched_on(scenario.play)
+    verdicts = [_verdict(scenario, events, play(scenario, events, backend=backend))]
     if scenario.twin is not None:
-        report = play(scenario, scenario.twin, backend=backend)
-        problems = tuple(_unexpected(scenario.twin, finding) for finding in report.findings)
-        verdicts.append(Verdict(scenario, is_twin=True, outcome=_silence(problems), problems=problems, report=report))
+        twin = watched_on(scenario.twin)
+        report = play(scenario, twin, backend=backend)
+        problems = tuple(_unexpected(twin, finding) for finding in report.findings)
+        outcome: Outcome = "failed" if problems else "silent"
+        verdicts.append(Verdict(scenario, twin, is_twin=True, outcome=outcome, problems=problems, report=report))
     return verdicts
 
 
-def _silence(problems: Sequence[str]) -> Outcome:
-    return "failed" if problems else "silent"
+def watched_on(events: Play) -> Play:
+    """The play and two idle forwards after it: what is to stay silent must do so at the second look, too."""
+    rest = (Idle(text="idle (afterwards)"),) * 2
+    return replace(events, events=(*events.events, *rest), lines=(*events.lines, *events.lines[-1:] * 2))
 
 
-def _verdict(scenario: Scenario, report: Report) -> Verdict:
+def _verdict(scenario: Scenario, events: Play, report: Report) -> Verdict:
     left = list(report.findings)
     missing: list[Want] = []
     for want in scenario.wants:
@@ -71,11 +75,10 @@ def _verdict(scenario: Scenario, report: Report) -> Verdict:
     also = (*scenario.document.also, *(want.expected.kind for want in scenario.wants if want not in missing))
     extra = [finding for finding in left if not _follows(scenario, finding, also)]
     problems = [_missing(scenario, want) for want in missing]
-    problems += [_unexpected(scenario.play, finding) for finding in extra]
+    problems += [_unexpected(events, finding) for finding in extra]
     outcome: Outcome = "caught" if scenario.wants else "unseen" if scenario.document.why else "silent"
-    return Verdict(
-        scenario, is_twin=False, outcome="failed" if problems else outcome, problems=tuple(problems), report=report
-    )
+    outcome = "failed" if problems else outcome
+    return Verdict(scenario, events, is_twin=False, outcome=outcome, problems=tuple(problems), report=report)
 
 
 def _follows(scenario: Scenario, finding: Finding, also: Sequence[str]) -> bool:
