@@ -132,6 +132,34 @@ def test_an_unknown_role_names_those_that_exist(bench: Bench) -> None:
         bench.canary.suppress("chek")
 
 
+@pytest.mark.parametrize(
+    ("tier", "blocks", "says"),
+    [
+        ("full", [0], r"a tier needs a name that no group has \(\['full'\]\), got 'full'"),
+        ("", [0], "a tier needs a name"),
+        ("host", ["first"], "tier 'host': blocks must be whole numbers"),
+        ("host", [-1], "tier 'host': blocks count from 0, got -1"),
+    ],
+)
+def test_a_block_outside_of_the_pool_needs_a_tier_of_its_own_and_a_number(
+    bench: Bench, tier: str, blocks: Any, says: str
+) -> None:
+    with pytest.raises(BatchError, match=says):
+        bench.canary.alloc_blocks(tier, "a", blocks)
+    with pytest.raises(BatchError, match=says):
+        bench.canary.free_blocks(tier, blocks)
+
+
+def test_a_copy_may_name_a_tier_alone(bench: Bench) -> None:
+    for name in ("x", "y"):
+        bench.canary.transfer(name, "start", direction="out", tier="host", blocks=[3])
+    bench.engine.admit("a", 6)
+    bench.engine.step()
+    assert [(found.kind, found.group, found.page) for found in bench.of("OwnershipViolated")] == [
+        ("TRANSFER_OVERLAP", "host", 3)
+    ]
+
+
 def source(**changes: Any) -> KVSource:
     tensor = torch.zeros(8, 4, 16)
     fields: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcanary.events import FactsLost, Ticked, json_codec
 from tests.host.ownership_script import Script
 
 
@@ -99,5 +100,20 @@ def test_a_transfer_that_goes_on_meets_every_later_holder_until_it_lands(script:
     script.copy_land("x")
     script.free(1, request="a")
     script.alloc("b", 1)
+    script.launch()
+    assert script.found == []
+
+
+def test_a_checkpoint_keeps_both_ends_of_a_copy(script: Script) -> None:
+    started(script, "x", "a", 1, 0)
+    script.launch()
+    point = json_codec().decode(json_codec().encode(script.fold.checkpoint(Ticked(forward=2))))
+    script.show(FactsLost(count=1), point)
+    started(script, "y", "b", 5, 0)
+    script.launch()
+    assert kinds(script) == [("TRANSFER_OVERLAP", "host", "a")]
+    script.log.transfer_landed("x")
+    script.log.transfer_landed("y")
+    started(script, "z", "c", 9, 0, "in")
     script.launch()
     assert script.found == []
