@@ -89,8 +89,6 @@ CASES = {
 
 READ_SIDE = {"flashinfer-ai/flashinfer#3136", "vllm-project/vllm#37565"}
 """Faults of kernels over good data, and of numerics: no check of records or bytes can see them."""
-POISON = {"WRITE_MISSING"}
-"""Kinds that need poison."""
 
 
 @cache
@@ -151,7 +149,7 @@ def test_what_is_caught_has_a_clean_twin_and_what_is_not_says_why(path: Path) ->
 
 def test_every_kind_that_can_be_reported_has_a_scenario() -> None:
     expected = {want.expected.kind for path in FILES for want in scenario(path).wants}
-    assert set(KINDS) - set(REFUSALS) - POISON - expected == set()
+    assert set(KINDS) - set(REFUSALS) - expected == set()
 
 
 def test_a_twin_differs_from_its_scenario() -> None:
