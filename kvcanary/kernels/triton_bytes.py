@@ -16,49 +16,54 @@ from kvcanary.kernels.descriptors import (
     BUNDLE,
     CHUNK_ROW,
     PART_ROW,
-    REGION_ROW,
-    ROW,
     ChunkWord,
-    GroupWord,
     PartWord,
     RegionKind,
     RegionWord,
     StateWord,
 )
 from kvcanary.kernels.triton_clock import start_exit
+from kvcanary.kernels.triton_constants import (
+    GROUP_NUM_SLOTS,
+    GROUP_PAGE_SHIFT,
+    GROUP_PAGE_SIZE,
+    GROUP_SEALS,
+    GROUP_WORDS,
+    KIND_OF_SUSPECTS,
+    KIND_OF_TOKENS,
+    REGION_FLAGS,
+    REGION_ITEMS,
+    REGION_KIND,
+    REGION_NUM_SLOTS,
+    REGION_PAGE_SHIFT,
+    REGION_PAGE_SIZE,
+    REGION_ROW,
+    REGION_SEALS,
+    REGION_SLOTS,
+    REGION_SPACE,
+    REGION_SUMS,
+    REGION_WRITERS,
+    SCRUB_CURSOR_AT,
+    STATE_ROW,
+    STATE_SUSPECTS,
+    SUSPECT_ROWS,
+    WORD_ARMED,
+    WORD_SCRATCH_TOKENS,
+    WORD_SUSPECTS,
+    WORD_SUSPECTS_DONE,
+)
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_words import NONE, divide, words_at
 from kvcanary.record import MASK32, WORD_MULTIPLIERS, WORD_STEP
-from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, SCRUB_CURSOR, SUSPECT_ROWS, Word
 
-_ROW = tl.constexpr(ROW)
-_ARMED = tl.constexpr(int(Word.ARMED))
-_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
-_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
-_SUSPECTS_DONE = tl.constexpr(int(Word.SUSPECTS_DONE))
-_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
-_CURSOR = tl.constexpr(GLOBAL_WORDS + SCRUB_CURSOR)
-_SUSPECT_ROWS = tl.constexpr(SUSPECT_ROWS)
-_QUEUE = tl.constexpr(int(StateWord.SUSPECTS))
 _DIRECTORY = tl.constexpr(int(StateWord.PARTS))
 _MAX_PARTS = tl.constexpr(int(StateWord.MAX_PARTS))
 
-_KIND = tl.constexpr(int(RegionWord.KIND))
-_SPACE = tl.constexpr(int(RegionWord.SPACE))
-_ITEMS = tl.constexpr(int(RegionWord.ITEMS))
 _FIRST_PROGRAM = tl.constexpr(int(RegionWord.FIRST_PROGRAM))
 _PROGRAMS = tl.constexpr(int(RegionWord.PROGRAMS))
 _SPLITS = tl.constexpr(int(RegionWord.SPLITS))
 _CHUNKS = tl.constexpr(int(RegionWord.CHUNKS))
 _BUNDLES = tl.constexpr(int(RegionWord.BUNDLES))
-_SLOTS = tl.constexpr(int(RegionWord.SLOTS))
-_SUMS = tl.constexpr(int(RegionWord.SUMS))
-_FLAGS = tl.constexpr(int(RegionWord.FLAGS))
-_WRITERS = tl.constexpr(int(RegionWord.WRITERS))
-_SEALS = tl.constexpr(int(RegionWord.SEALS))
-_NUM_SLOTS = tl.constexpr(int(RegionWord.NUM_SLOTS))
-_PAGE_SIZE = tl.constexpr(int(RegionWord.PAGE_SIZE))
-_PAGE_SHIFT = tl.constexpr(int(RegionWord.PAGE_SHIFT))
 _REGION_PAGE_STRIDE = tl.constexpr(int(RegionWord.PAGE_STRIDE))
 _REGION_TOKEN_STRIDE = tl.constexpr(int(RegionWord.TOKEN_STRIDE))
 _EXPONENTS = tl.constexpr(int(RegionWord.EXPONENT))
@@ -66,9 +71,6 @@ _RESERVED = tl.constexpr(int(RegionWord.RESERVED))
 _RESERVED_END = tl.constexpr(int(RegionWord.RESERVED_END))
 _RESERVED_2 = tl.constexpr(int(RegionWord.RESERVED_2))
 _RESERVED_2_END = tl.constexpr(int(RegionWord.RESERVED_2_END))
-_REGION_ROW = tl.constexpr(REGION_ROW)
-_TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
-_SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
 _SCRUB_KIND = tl.constexpr(int(RegionKind.SCRUB))
 
 _PART_ROW = tl.constexpr(PART_ROW)
@@ -76,10 +78,6 @@ _PART_CHUNKS = tl.constexpr(int(PartWord.CHUNKS))
 _PART_BUNDLES = tl.constexpr(int(PartWord.BUNDLES))
 _PART_PAGE_STRIDE = tl.constexpr(int(PartWord.PAGE_STRIDE))
 _PART_TOKEN_STRIDE = tl.constexpr(int(PartWord.TOKEN_STRIDE))
-_GROUP_SEALS = tl.constexpr(int(GroupWord.SEALS))
-_GROUP_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_GROUP_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
-_GROUP_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
 
 _BUNDLE = tl.constexpr(BUNDLE)
 _CHUNK_ROW = tl.constexpr(CHUNK_ROW)
@@ -216,8 +214,8 @@ def _add_blocks(bundle, at, exponent, looks, total, bad, NONFINITE: tl.constexpr
 @triton.jit
 def queue_bounds(counters):
     """First and end number of the queue entries that a launch takes; what overtook the ring is passed over."""
-    end = tl.load(counters + _SUSPECTS)
-    start = tl.maximum(tl.load(counters + _SUSPECTS_DONE), end - _SUSPECT_ROWS)
+    end = tl.load(counters + WORD_SUSPECTS)
+    start = tl.maximum(tl.load(counters + WORD_SUSPECTS_DONE), end - SUSPECT_ROWS)
     return start, tl.minimum(end, start + _QUEUE_PER_LAUNCH)
 
 
@@ -243,41 +241,41 @@ def sum_kernel(
     number = (program >= first1).to(tl.int64) + (program >= first2).to(tl.int64) + (program >= first3).to(tl.int64)
     number += (program >= first4).to(tl.int64) + (program >= first5).to(tl.int64) + (program >= first6).to(tl.int64)
     number += (program >= first7).to(tl.int64)
-    region = words_at(regions_at) + number * _REGION_ROW
+    region = words_at(regions_at) + number * REGION_ROW
     start, stop = queue_bounds(counters)
-    armed = (tl.load(counters + _ARMED) | always) != 0
-    tokens = tl.load(counters + _SCRATCH_TOKENS)
-    kind = tl.load(region + _KIND)
-    space = tl.load(region + _SPACE)
+    armed = (tl.load(counters + WORD_ARMED) | always) != 0
+    tokens = tl.load(counters + WORD_SCRATCH_TOKENS)
+    kind = tl.load(region + REGION_KIND)
+    space = tl.load(region + REGION_SPACE)
     splits = tl.load(region + _SPLITS).to(tl.int32)
     programs = tl.load(region + _PROGRAMS).to(tl.int32)
     first_program = tl.load(region + _FIRST_PROGRAM)
-    slots = words_at(tl.load(region + _SLOTS))
-    sums = words_at(tl.load(region + _SUMS))
-    flags = words_at(tl.load(region + _FLAGS))
-    writers = words_at(tl.load(region + _WRITERS))
+    slots = words_at(tl.load(region + REGION_SLOTS))
+    sums = words_at(tl.load(region + REGION_SUMS))
+    flags = words_at(tl.load(region + REGION_FLAGS))
+    writers = words_at(tl.load(region + REGION_WRITERS))
     chunks = words_at(tl.load(region + _CHUNKS))
     bundles = tl.load(region + _BUNDLES).to(tl.int32)
-    items = tl.load(region + _ITEMS)
-    seals = words_at(tl.load(region + _SEALS))
-    num_slots = tl.load(region + _NUM_SLOTS)
-    page_size = tl.load(region + _PAGE_SIZE)
-    page_shift = tl.load(region + _PAGE_SHIFT)
+    items = tl.load(region + REGION_ITEMS)
+    seals = words_at(tl.load(region + REGION_SEALS))
+    num_slots = tl.load(region + REGION_NUM_SLOTS)
+    page_size = tl.load(region + REGION_PAGE_SIZE)
+    page_shift = tl.load(region + REGION_PAGE_SHIFT)
     page_stride = tl.load(region + _REGION_PAGE_STRIDE)
     token_stride = tl.load(region + _REGION_TOKEN_STRIDE)
     exponent = tl.load(region + _EXPONENTS)
-    cursor = tl.load(counters + _CURSOR + space * _GROUP_WORDS)
+    cursor = tl.load(counters + SCRUB_CURSOR_AT + space * GROUP_WORDS)
     copy = words_at(queue_copy_at)
     if (program == 0) & (always == 0):
         # Entries are queued while the next launch judges these sums: it must see the bounds of now.
         tl.store(copy, start)
         tl.store(copy + 1, stop)
     start_exit(counters, (program == 0) & (always == 0))
-    items = tl.where(kind == _TOKENS_KIND, tokens, items)
-    items = tl.where(kind == _SUSPECTS_KIND, stop - start, items).to(tl.int32)
+    items = tl.where(kind == KIND_OF_TOKENS, tokens, items)
+    items = tl.where(kind == KIND_OF_SUSPECTS, stop - start, items).to(tl.int32)
     lane = tl.arange(0, ITEMS)
     # Entries of the queue differ in their sources, so that a program takes them one by one.
-    each = tl.where(kind == _SUSPECTS_KIND, 1, ITEMS)
+    each = tl.where(kind == KIND_OF_SUSPECTS, 1, ITEMS)
     units = tl.where(armed, ((items + each - 1) // each) * splits, 0)
     unit = (program - first_program).to(tl.int32)
     while unit < units:
@@ -286,9 +284,9 @@ def sum_kernel(
         item = tile * each + lane
         valid = (lane < each) & (item < items)
         slot = (lane * 0).to(tl.int64)
-        if kind == _SUSPECTS_KIND:
-            place = (start + tile) % _SUSPECT_ROWS
-            entry = tl.load(words_at(tl.load(meta + _QUEUE)) + place)
+        if kind == KIND_OF_SUSPECTS:
+            place = (start + tile) % SUSPECT_ROWS
+            entry = tl.load(words_at(tl.load(meta + STATE_SUSPECTS)) + place)
             if split == 0:
                 tl.store(copy + 2 + tile, entry)
             here = (entry >> _SPACE_SHIFT) & 0xFF
@@ -298,11 +296,11 @@ def sum_kernel(
             bundles = tl.load(row + _PART_BUNDLES).to(tl.int32)
             page_stride = tl.load(row + _PART_PAGE_STRIDE)
             token_stride = tl.load(row + _PART_TOKEN_STRIDE)
-            group = meta + (here + 1) * _ROW
-            num_slots = tl.load(group + _GROUP_NUM_SLOTS)
-            page_size = tl.load(group + _GROUP_PAGE_SIZE)
-            page_shift = tl.load(group + _GROUP_PAGE_SHIFT)
-            seals = words_at(tl.load(group + _GROUP_SEALS)) + part * num_slots * 2
+            group = meta + (here + 1) * STATE_ROW
+            num_slots = tl.load(group + GROUP_NUM_SLOTS)
+            page_size = tl.load(group + GROUP_PAGE_SIZE)
+            page_shift = tl.load(group + GROUP_PAGE_SHIFT)
+            seals = words_at(tl.load(group + GROUP_SEALS)) + part * num_slots * 2
             slot += entry & _SLOT_MASK
         bundle = split * SUB
         last = tl.minimum(bundle + SUB, bundles)
@@ -313,7 +311,7 @@ def sum_kernel(
         if kind == _SCRUB_KIND:
             slot = cursor + item
             slot = tl.where(slot >= num_slots, slot - num_slots, slot)
-        elif kind != _SUSPECTS_KIND:
+        elif kind != KIND_OF_SUSPECTS:
             slot = tl.load(slots + item, mask=valid, other=NONE)
         valid = valid & (slot >= 0) & (slot < num_slots)
         slot = tl.where(valid, slot, 0)
@@ -321,7 +319,7 @@ def sum_kernel(
         offset = slot - page * page_size
         total = tl.zeros([ITEMS, BLOCK], tl.uint64)
         bad = tl.zeros([ITEMS, BLOCK], tl.uint32)
-        looks = kind == _TOKENS_KIND
+        looks = kind == KIND_OF_TOKENS
         if NONFINITE:
             looks = looks | (tl.max(is_reserved_in(region, page).to(tl.int32), 0) != 0)
         if ALIKE:
@@ -347,7 +345,7 @@ def sum_kernel(
                 bundle += 1
         if (unit == 0) & (kind == _SCRUB_KIND):
             tl.store(copy + _COPIED_CURSORS + space, cursor)
-        if (split == 0) & ((kind == _SCRUB_KIND) | (kind == _SUSPECTS_KIND)):
+        if (split == 0) & ((kind == _SCRUB_KIND) | (kind == KIND_OF_SUSPECTS)):
             # The next launch seals tokens while it judges these: what has no seal now is none of the scrub's.
             tl.store(writers + item, tl.load(seals + slot * 2 + 1, mask=valid, other=0), mask=valid)
         found = tl.sum(total.to(tl.int64, bitcast=True), 1)

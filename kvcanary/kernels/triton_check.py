@@ -13,32 +13,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
 from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
+from kvcanary.kernels.triton_constants import (
+    CHECK_LINKS,
+    CHECK_ROW_ENDS,
+    GROUP_LINKS,
+    GROUP_NUM_PAGES,
+    GROUP_PAGE_SHIFT,
+    GROUP_RESERVED,
+    GROUP_RING,
+    ITEM_FLAG_TABLE,
+    ITEM_FLAGS,
+    ITEM_ROW,
+    REASON_UNARMED_ROW,
+    ROLE_CHECK,
+    STATE_ROW,
+    WORD_ARMED,
+    WORD_FORWARD,
+    WORD_SCRATCH_TOKENS,
+)
 from kvcanary.kernels.triton_judge import judge_row, report_conflicts
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_rows import batch_row, old_span, open_row
 from kvcanary.kernels.triton_tables import open_table
 from kvcanary.kernels.triton_words import NONE, count_unverified, count_verified, flag, mix, position_of, words_at
-from kvcanary.state import Check, Reason, Role, Word
+from kvcanary.state import Reason, Role, Word
 
-_STATE_ROW = tl.constexpr(ROW)
-_ITEM_ROW = tl.constexpr(ITEM_ROW)
-_FORWARD = tl.constexpr(int(Word.FORWARD))
-_ARMED = tl.constexpr(int(Word.ARMED))
-_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.CHECK))
-_ROLE = tl.constexpr(int(Role.CHECK))
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_RING = tl.constexpr(int(GroupWord.RING))
-_RESERVED = tl.constexpr(int(GroupWord.RESERVED))
-_NUM_PAGES = tl.constexpr(int(GroupWord.NUM_PAGES))
-_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
-_ITEM_FLAGS = tl.constexpr(int(ItemWord.FLAGS))
-_TABLE = tl.constexpr(int(ItemFlag.TABLE))
-_LINKS = tl.constexpr(int(Check.LINKS))
-_ROW_ENDS = tl.constexpr(int(Check.ROW_ENDS))
-_UNARMED_ROW = tl.constexpr(int(Reason.UNARMED_ROW))
 _NO_TABLE = tl.constexpr(int(Reason.NO_TABLE))
 _OVER_CAPACITY = tl.constexpr(int(Reason.OVER_CAPACITY))
 _OUT_OF_WINDOW = tl.constexpr(int(Reason.OUT_OF_WINDOW))
@@ -58,15 +59,15 @@ def _plain_entry(entries, wide, width, column, mask):
 def _open_plain(group, item, b):
     """A plain table and its pool, in units of entries (pages, or slots): a tuple for :func:`_all_right`."""
     entries, wide, width, first, pages, _, _, _, _ = open_table(group, item, b, True)
-    page_shift = tl.load(group + _PAGE_SHIFT)
+    page_shift = tl.load(group + GROUP_PAGE_SHIFT)
     shift = tl.where(pages != 0, page_shift, 0).to(tl.int32)
     unit = tl.where(pages != 0, 0, page_shift).to(tl.int32)
-    limit = (tl.load(group + _NUM_PAGES).to(tl.int32)) << unit
-    low0 = tl.load(group + _RESERVED).to(tl.int32) << unit
-    end0 = tl.load(group + _RESERVED + 1).to(tl.int32) << unit
-    low1 = tl.load(group + _RESERVED + 2).to(tl.int32) << unit
-    end1 = tl.load(group + _RESERVED + 3).to(tl.int32) << unit
-    links = words_at(tl.load(group + _LINKS_AT))
+    limit = (tl.load(group + GROUP_NUM_PAGES).to(tl.int32)) << unit
+    low0 = tl.load(group + GROUP_RESERVED).to(tl.int32) << unit
+    end0 = tl.load(group + GROUP_RESERVED + 1).to(tl.int32) << unit
+    low1 = tl.load(group + GROUP_RESERVED + 2).to(tl.int32) << unit
+    end1 = tl.load(group + GROUP_RESERVED + 3).to(tl.int32) << unit
+    links = words_at(tl.load(group + GROUP_LINKS))
     reserved = (low0, end0, low1, end1)
     return entries, wide, width.to(tl.int32), first.to(tl.int32), shift, limit, reserved, links
 
@@ -116,10 +117,10 @@ def _count_clean(counters, g, row, count, start, step, TILE: tl.constexpr):
     rounds = (count - start + step - 1) // step
     final = start + (rounds - 1) * step
     entries = (rounds - 1) * TILE + tl.minimum(count - final, TILE)
-    count_verified(counters, g, _LINKS, entries)
+    count_verified(counters, g, CHECK_LINKS, entries)
     mine = (last // TILE) * TILE == final
-    count_verified(counters, g, _ROW_ENDS, tl.where(mine & held & armed, 1, 0).to(tl.int64))
-    count_unverified(counters, g, _UNARMED_ROW, tl.where(mine & ((held == 0) | (armed == 0)), 1, 0).to(tl.int64))
+    count_verified(counters, g, CHECK_ROW_ENDS, tl.where(mine & held & armed, 1, 0).to(tl.int64))
+    count_unverified(counters, g, REASON_UNARMED_ROW, tl.where(mine & ((held == 0) | (armed == 0)), 1, 0).to(tl.int64))
 
 
 @entry
@@ -140,13 +141,13 @@ def check_kernel(
     counters = words_at(counters_at)
     meta = words_at(meta_at)
     timed = is_timed(counters)
-    group = meta + (g + 1) * _STATE_ROW
-    item = words_at(items_at) + g * _ITEM_ROW
-    armed = tl.load(counters + _ARMED)
-    forward = tl.load(counters + _FORWARD)
-    tokens = tl.load(counters + _SCRATCH_TOKENS)
-    ring = tl.load(group + _RING)
-    there = (tl.load(item + _ITEM_FLAGS) & _TABLE) != 0
+    group = meta + (g + 1) * STATE_ROW
+    item = words_at(items_at) + g * ITEM_ROW
+    armed = tl.load(counters + WORD_ARMED)
+    forward = tl.load(counters + WORD_FORWARD)
+    tokens = tl.load(counters + WORD_SCRATCH_TOKENS)
+    ring = tl.load(group + GROUP_RING)
+    there = (tl.load(item + ITEM_FLAGS) & ITEM_FLAG_TABLE) != 0
     live, row, _first, _end, context = batch_row(
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
@@ -187,9 +188,9 @@ def check_kernel(
         start = ((batch_rows - b) * programs + part) * TILE
         while start < tokens:
             report_conflicts(
-                counters, words_at(rows_at), meta, g, group, _ROLE, start + tl.arange(0, TILE).to(tl.int64), tokens,
-                words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at), words_at(scratch_rows_at),
-                POW2,
+                counters, words_at(rows_at), meta, g, group, ROLE_CHECK, start + tl.arange(0, TILE).to(tl.int64),
+                tokens, words_at(scratch_slots_at) + g * max_tokens, words_at(scratch_links_at),
+                words_at(scratch_rows_at), POW2,
             )  # fmt: skip
             start += (batch_rows + 1) * programs * TILE
     stamp_entry(counters, timed)

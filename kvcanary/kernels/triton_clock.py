@@ -15,11 +15,11 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from kvcanary.kernels.descriptors import StateWord
+from kvcanary.kernels.triton_constants import WORD_FORWARD
 from kvcanary.state import Word
 
 _TICKS = tl.constexpr(not triton.knobs.runtime.interpret)
 _EVERY = tl.constexpr(int(StateWord.GPU_TIME_EVERY))
-_FORWARD = tl.constexpr(int(Word.FORWARD))
 _BEGAN = tl.constexpr(int(Word.CLOCK_BEGAN))
 _ENTERED = tl.constexpr(int(Word.CLOCK_ENTERED))
 _LEAVING = tl.constexpr(int(Word.CLOCK_LEAVING))
@@ -34,7 +34,7 @@ def start_clock(counters, meta, first):
         if first:
             every = tl.load(meta + _EVERY)
             if every > 0:
-                if (tl.load(counters + _FORWARD) % every == 0) & (tl.load(counters + _BEGAN) == 0):
+                if (tl.load(counters + WORD_FORWARD) % every == 0) & (tl.load(counters + _BEGAN) == 0):
                     tl.store(counters + _BEGAN, globaltimer())
 
 

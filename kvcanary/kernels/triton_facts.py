@@ -12,35 +12,38 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels import FactOp
-from kvcanary.kernels.descriptors import FACT_ROW, ROW, FactWord, StateWord
+from kvcanary.kernels.descriptors import FACT_ROW, FactWord, StateWord
+from kvcanary.kernels.triton_constants import (
+    FACT_OP,
+    FACT_TAG,
+    HISTORY,
+    KIND_REQUEST_DIGEST,
+    ROW_ANCHOR_DIGEST,
+    ROW_ANCHOR_POSITION,
+    ROW_FLAG_ARMED,
+    ROW_FLAGS,
+    ROW_HIGH,
+    ROW_LOW,
+    ROW_SEED,
+    ROW_TAG,
+    ROW_WORDS,
+    STATE_ROW,
+    WORD_FORWARD,
+    WORD_SEQUENCE,
+)
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_pages import apply_to_pages
 from kvcanary.kernels.triton_words import NONE, report, row_flag, words_at
-from kvcanary.record import Kind
-from kvcanary.state import (
-    HISTORY,
-    OUTBOX_ROWS,
-    OUTBOX_WORDS,
-    ROW_WORDS,
-    Role,
-    RowFlag,
-    RowWord,
-    Word,
-)
+from kvcanary.state import OUTBOX_ROWS, OUTBOX_WORDS, Role, Word
 
-_STATE_ROW = tl.constexpr(ROW)
 _FACT_ROW = tl.constexpr(FACT_ROW)
-_FORWARD = tl.constexpr(int(Word.FORWARD))
-_SEQUENCE = tl.constexpr(int(Word.SEQUENCE))
 _OUTBOX = tl.constexpr(int(Word.OUTBOX))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.FACTS))
 _ROLE = tl.constexpr(int(Role.FACTS))
 _OUTBOX_AT = tl.constexpr(int(StateWord.OUTBOX))
-_OP = tl.constexpr(int(FactWord.OP))
 _GROUP = tl.constexpr(int(FactWord.GROUP))
 _SPACE = tl.constexpr(int(FactWord.SPACE))
 _ROW = tl.constexpr(int(FactWord.ROW))
-_TAG = tl.constexpr(int(FactWord.TAG))
 _POSITION = tl.constexpr(int(FactWord.POSITION))
 _DIGEST = tl.constexpr(int(FactWord.DIGEST))
 _DIGEST2 = tl.constexpr(int(FactWord.DIGEST2))
@@ -48,39 +51,28 @@ _ARMED = tl.constexpr(int(FactWord.ARMED))
 _ADMIT = tl.constexpr(int(FactOp.ADMIT))
 _ANCHOR = tl.constexpr(int(FactOp.ANCHOR))
 _FINISH = tl.constexpr(int(FactOp.FINISH))
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_R_TAG = tl.constexpr(int(RowWord.TAG))
-_R_SEED = tl.constexpr(int(RowWord.SEED))
-_R_LOW = tl.constexpr(int(RowWord.LOW))
-_R_HIGH = tl.constexpr(int(RowWord.HIGH))
-_R_FLAGS = tl.constexpr(int(RowWord.FLAGS))
-_R_ANCHOR_POSITION = tl.constexpr(int(RowWord.ANCHOR_POSITION))
-_R_ANCHOR_DIGEST = tl.constexpr(int(RowWord.ANCHOR_DIGEST))
-_ROW_ARMED = tl.constexpr(int(RowFlag.ARMED))
-_HISTORY = tl.constexpr(HISTORY)
 _OUTBOX_ROWS = tl.constexpr(OUTBOX_ROWS)
 _OUTBOX_WORDS = tl.constexpr(OUTBOX_WORDS)
-_REQUEST_DIGEST = tl.constexpr(int(Kind.REQUEST_DIGEST))
 
 
 @triton.jit
 def _set_base(row, history, number, position, digest):
-    tl.store(row + _R_LOW, position)
-    tl.store(row + _R_HIGH, position)
-    tl.store(row + _R_FLAGS, tl.load(row + _R_FLAGS) | _ROW_ARMED)
-    tl.store(row + _R_ANCHOR_POSITION, position * 0 + NONE)
-    tl.store(row + _R_ANCHOR_DIGEST, position * 0)
-    tl.store(history + number * _HISTORY + (position & (_HISTORY - 1)), digest)
+    tl.store(row + ROW_LOW, position)
+    tl.store(row + ROW_HIGH, position)
+    tl.store(row + ROW_FLAGS, tl.load(row + ROW_FLAGS) | ROW_FLAG_ARMED)
+    tl.store(row + ROW_ANCHOR_POSITION, position * 0 + NONE)
+    tl.store(row + ROW_ANCHOR_DIGEST, position * 0)
+    tl.store(history + number * HISTORY + (position & (HISTORY - 1)), digest)
 
 
 @triton.jit
 def _admit(rows, history, fact):
     number = tl.load(fact + _ROW)
-    row = rows + number * _ROW_WORDS
-    column = tl.arange(0, _ROW_WORDS).to(tl.int64)
-    start = tl.where((column == _R_HIGH) | (column == _R_ANCHOR_POSITION), NONE, 0).to(tl.int64)
-    start = tl.where(column == _R_TAG, tl.load(fact + _TAG), start)
-    tl.store(row + column, tl.where(column == _R_SEED, tl.load(fact + _DIGEST2), start))
+    row = rows + number * ROW_WORDS
+    column = tl.arange(0, ROW_WORDS).to(tl.int64)
+    start = tl.where((column == ROW_HIGH) | (column == ROW_ANCHOR_POSITION), NONE, 0).to(tl.int64)
+    start = tl.where(column == ROW_TAG, tl.load(fact + FACT_TAG), start)
+    tl.store(row + column, tl.where(column == ROW_SEED, tl.load(fact + _DIGEST2), start))
     tl.debug_barrier()
     position = tl.load(fact + _POSITION)
     seed = tl.load(fact + _DIGEST2)
@@ -94,21 +86,21 @@ def _admit(rows, history, fact):
 def _anchor(counters, rows, history, meta, fact):
     """A base arrived. A row that went on without any digest stays as it is: where it stands now is not known."""
     number = tl.load(fact + _ROW)
-    row = rows + number * _ROW_WORDS
+    row = rows + number * ROW_WORDS
     position = tl.load(fact + _POSITION)
     digest = tl.load(fact + _DIGEST)
-    if tl.load(row + _R_TAG) == tl.load(fact + _TAG):
-        place = tl.load(row + _R_ANCHOR_POSITION)
-        assumed = tl.load(row + _R_ANCHOR_DIGEST)
-        if (tl.load(fact + _ARMED) != 0) | ((tl.load(row + _R_HIGH) < 0) & (place < 0)):
+    if tl.load(row + ROW_TAG) == tl.load(fact + FACT_TAG):
+        place = tl.load(row + ROW_ANCHOR_POSITION)
+        assumed = tl.load(row + ROW_ANCHOR_DIGEST)
+        if (tl.load(fact + _ARMED) != 0) | ((tl.load(row + ROW_HIGH) < 0) & (place < 0)):
             _set_base(row, history, number, position, digest)
         elif (place == position) & (assumed != 0):
             if assumed == digest:
-                tl.store(row + _R_FLAGS, tl.load(row + _R_FLAGS) | _ROW_ARMED)
-                tl.store(row + _R_ANCHOR_POSITION, position * 0 + NONE)
-                tl.store(row + _R_ANCHOR_DIGEST, position * 0)
+                tl.store(row + ROW_FLAGS, tl.load(row + ROW_FLAGS) | ROW_FLAG_ARMED)
+                tl.store(row + ROW_ANCHOR_POSITION, position * 0 + NONE)
+                tl.store(row + ROW_ANCHOR_DIGEST, position * 0)
             else:
-                kind = position * 0 + _REQUEST_DIGEST
+                kind = position * 0 + KIND_REQUEST_DIGEST
                 report(
                     counters, rows, meta, kind > 0, kind, _ROLE, tl.load(fact + _GROUP),
                     row_flag(rows, number, kind * 0), (kind * 0 + 1) << kind, number, NONE, NONE, position, NONE,
@@ -120,16 +112,16 @@ def _anchor(counters, rows, history, meta, fact):
 def _finish(counters, rows, history, meta, fact, forward):
     """Put the row's digest at the final length into the outbox and free the row."""
     number = tl.load(fact + _ROW)
-    tag = tl.load(fact + _TAG)
+    tag = tl.load(fact + FACT_TAG)
     position = tl.load(fact + _POSITION)
-    row = rows + tl.maximum(number, 0) * _ROW_WORDS
-    mine = (number >= 0) & (tl.load(row + _R_TAG) == tag)
-    high = tl.load(row + _R_HIGH)
-    held = mine & (high >= 0) & (tl.load(row + _R_LOW) <= position) & (position <= high)
-    digest = tl.load(history + tl.maximum(number, 0) * _HISTORY + (position & (_HISTORY - 1)), mask=held, other=0)
+    row = rows + tl.maximum(number, 0) * ROW_WORDS
+    mine = (number >= 0) & (tl.load(row + ROW_TAG) == tag)
+    high = tl.load(row + ROW_HIGH)
+    held = mine & (high >= 0) & (tl.load(row + ROW_LOW) <= position) & (position <= high)
+    digest = tl.load(history + tl.maximum(number, 0) * HISTORY + (position & (HISTORY - 1)), mask=held, other=0)
     tl.debug_barrier()
-    tl.store(row + _R_TAG, tag * 0, mask=mine)
-    tl.store(row + _R_HIGH, tag * 0 + NONE, mask=mine)
+    tl.store(row + ROW_TAG, tag * 0, mask=mine)
+    tl.store(row + ROW_HIGH, tag * 0 + NONE, mask=mine)
     count = tl.load(counters + _OUTBOX)
     out = words_at(tl.load(meta + _OUTBOX_AT)) + (count % _OUTBOX_ROWS) * _OUTBOX_WORDS
     tl.store(out + 1, tag)
@@ -138,7 +130,7 @@ def _finish(counters, rows, history, meta, fact, forward):
     tl.store(out + 4, digest)
     tl.store(out + 5, forward)
     # The sequence word last, behind a fence: a reader on another thread must not take half a row for a whole one.
-    tl.atomic_add(counters + _SEQUENCE, 0, sem="acq_rel", scope="sys")
+    tl.atomic_add(counters + WORD_SEQUENCE, 0, sem="acq_rel", scope="sys")
     tl.store(out, count + 1)
     tl.debug_barrier()
     tl.store(counters + _OUTBOX, count + 1)
@@ -166,11 +158,11 @@ def facts_kernel(
     tl.debug_barrier()
     tl.store(words_at(progress_at), generation)
     tl.atomic_add(counters + _LAUNCHES, counted, sem="relaxed")
-    forward = tl.load(counters + _FORWARD)
+    forward = tl.load(counters + WORD_FORWARD)
     number = count * 0
     while number < count:
         fact = words + number * _FACT_ROW
-        op = tl.load(fact + _OP)
+        op = tl.load(fact + FACT_OP)
         if op == _ADMIT:
             _admit(rows, history, fact)
         elif op == _ANCHOR:
@@ -179,7 +171,7 @@ def facts_kernel(
             _finish(counters, rows, history, meta, fact, forward)
         else:
             space = tl.load(fact + _SPACE)
-            apply_to_pages(counters, meta, fact, words, space, meta + (space + 1) * _STATE_ROW, forward, lane, TILE)
+            apply_to_pages(counters, meta, fact, words, space, meta + (space + 1) * STATE_ROW, forward, lane, TILE)
         # What one fact wrote, other threads read for the next.
         tl.debug_barrier()
         number += 1

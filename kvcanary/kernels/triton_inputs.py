@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcanary.kernels.triton_constants import HISTORY, ROLE_MARK, ROW_HIGH, ROW_LOW, ROW_WORDS
 from kvcanary.kernels.triton_rows import EXPECTED, IDS, LAST, POSITIONS, SALTS
 from kvcanary.kernels.triton_tables import (
     is_wide,
@@ -23,18 +24,7 @@ from kvcanary.kernels.triton_words import (
     token_code,
 )
 from kvcanary.record import Kind
-from kvcanary.state import (
-    HISTORY,
-    ROW_WORDS,
-    Role,
-    RowWord,
-)
 
-_ROLE = tl.constexpr(int(Role.MARK))
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_LOW = tl.constexpr(int(RowWord.LOW))
-_HIGH = tl.constexpr(int(RowWord.HIGH))
-_HISTORY = tl.constexpr(HISTORY)
 _INPUT_POSITION = tl.constexpr(int(Kind.INPUT_POSITION))
 _INPUT_TOKEN = tl.constexpr(int(Kind.INPUT_TOKEN))
 _INPUT_PLACEHOLDER = tl.constexpr(int(Kind.INPUT_PLACEHOLDER))
@@ -68,9 +58,9 @@ def judge_inputs(
 ):  # fmt: skip
     """Report what is wrong with the inputs of a tile; lane 0 of a row's first tile (``alone``) speaks for the row."""
     positions, expected, last_ids = batch
-    words = rows + row * _ROW_WORDS
-    low = tl.load(words + _LOW)
-    high = tl.load(words + _HIGH)
+    words = rows + row * ROW_WORDS
+    low = tl.load(words + ROW_LOW)
+    high = tl.load(words + ROW_HIGH)
     faults = tl.where(inside & (token < 0), _PLACEHOLDER, 0)
     given = p
     if not UNLINKED:
@@ -84,9 +74,9 @@ def judge_inputs(
     held = (high >= 0) & (low <= context) & (context <= high)
     checked = (last_ids != 0) & (last >= 0) & (context >= 1) & (low <= context - 1) & held
     last_code = token_code(last, context - 1, last * 0)
-    past = history + row * _HISTORY
-    now = tl.load(past + (context & (_HISTORY - 1)), mask=checked, other=0)
-    before = tl.load(past + ((context - 1) & (_HISTORY - 1)), mask=checked, other=0)
+    past = history + row * HISTORY
+    now = tl.load(past + (context & (HISTORY - 1)), mask=checked, other=0)
+    before = tl.load(past + ((context - 1) & (HISTORY - 1)), mask=checked, other=0)
     lost = checked & (now - before != mix(link_of(last_code, context - 1), mix_in, mix_out))
     faults |= tl.where(alone & flag(lost), _LAST, 0)
     while tl.max(faults) > 0:
@@ -100,7 +90,7 @@ def judge_inputs(
         wanted_code = tl.where(fault == _LAST, last_code, tl.where(fault == _TOKEN, token_code(wanted, p, salt), NONE))
         found_code = tl.where((fault == _PLACEHOLDER) | (fault == _TOKEN), code, NONE)
         report(
-            counters, rows, meta, fault != 0, kind, _ROLE, input_group, row_flag(rows, row, kind * 0),
+            counters, rows, meta, fault != 0, kind, ROLE_MARK, input_group, row_flag(rows, row, kind * 0),
             (kind * 0 + 1) << kind, row, NONE, NONE, place, found, wanted_code, found_code, 0, 0, 0, 0, 0, 0, NONE,
             fault != _PLACEHOLDER,
         )  # fmt: skip

@@ -7,7 +7,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import GroupWord
+from kvcanary.kernels.triton_constants import (
+    CHECK_LINKS,
+    CHECK_ROW_ENDS,
+    GROUP_LINKS,
+    GROUP_OWNER,
+    GROUP_SEALS,
+    KIND_REQUEST_DIGEST,
+    KIND_SLOT_RANGE,
+    OWNER_FREED,
+    OWNER_HELD,
+    OWNER_TRASH,
+    REASON_UNARMED_ROW,
+    ROLE_CHECK,
+    WORD_FORWARD,
+)
 from kvcanary.kernels.triton_rows import batch_row, old_span, open_row
 from kvcanary.kernels.triton_tables import (
     engine_index,
@@ -35,28 +49,15 @@ from kvcanary.kernels.triton_words import (
     state_of,
     words_at,
 )
-from kvcanary.record import FLAG_SHIFT, OWNER_FREED, OWNER_HELD, Kind, SealFlag
-from kvcanary.state import OWNER_TRASH, Check, Reason, Role, Word
+from kvcanary.record import FLAG_SHIFT, Kind, SealFlag
+from kvcanary.state import Reason
 
-_FORWARD = tl.constexpr(int(Word.FORWARD))
-_ROLE = tl.constexpr(int(Role.CHECK))
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_HELD = tl.constexpr(OWNER_HELD)
-_FREED = tl.constexpr(OWNER_FREED)
-_TRASH = tl.constexpr(OWNER_TRASH)
-_LINKS = tl.constexpr(int(Check.LINKS))
-_ROW_ENDS = tl.constexpr(int(Check.ROW_ENDS))
 _UNKNOWN_RECORD = tl.constexpr(int(Reason.UNKNOWN_RECORD))
-_UNARMED_ROW = tl.constexpr(int(Reason.UNARMED_ROW))
 _UNLINKED = tl.constexpr(int(Reason.UNLINKED))
 _WINDOW_KIND = tl.constexpr(int(Kind.WINDOW))
-_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 _UNWRITTEN = tl.constexpr(int(Kind.UNWRITTEN))
 _POSITION = tl.constexpr(int(Kind.POSITION))
 _DIGEST = tl.constexpr(int(Kind.DIGEST))
-_REQUEST_DIGEST = tl.constexpr(int(Kind.REQUEST_DIGEST))
 _WRITE_CONFLICT = tl.constexpr(int(Kind.WRITE_CONFLICT))
 _UNWRITTEN_FLAG = tl.constexpr(int(SealFlag.UNWRITTEN) << FLAG_SHIFT)
 _POSITION_FLAG = tl.constexpr(int(SealFlag.POSITION) << FLAG_SHIFT)
@@ -85,11 +86,11 @@ def _read(group, table, pool, mapping, p, mask, POW2: tl.constexpr):
     there = mask & (slot >= 0)
     inside = tl.maximum(slot, 0)
     page = page_of(pool, inside, POW2)
-    link = words_at(tl.load(group + _LINKS_AT)) + inside.to(tl.int64) * 2
+    link = words_at(tl.load(group + GROUP_LINKS)) + inside.to(tl.int64) * 2
     word = tl.load(link, mask=there, other=0)
     digest = tl.load(link + 1, mask=there, other=0)
     matters = there & (is_reserved(group, page) | ((word | digest) == 0))
-    owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=matters, other=0)
+    owner = tl.load(words_at(tl.load(group + GROUP_OWNER)) + page, mask=matters, other=0)
     return slot, page, word, digest, owner
 
 
@@ -102,17 +103,17 @@ def _judge(group, table, pool, mapping, row, span, i, inside, mix_in, mix_out, P
     slot, page, word, digest, owner = _read(group, table, pool, mapping, p, inside, POW2)
     led = inside & (p > low)
     last_slot, _, last_word, last_digest, last_owner = _read(group, table, pool, mapping, p - 1, led, POW2)
-    last_known = led & (last_slot >= 0) & (state_of(last_owner) < _TRASH) & (position_of(last_word) == p - 1)
+    last_known = led & (last_slot >= 0) & (state_of(last_owner) < OWNER_TRASH) & (position_of(last_word) == p - 1)
     last_known = last_known & (last_digest != 0)
     from_seed = inside & (p == 0) & flag(seed != 0)
     expected = tl.where(from_seed, seed, last_digest + mix(last_word, mix_in, mix_out))
 
     state = state_of(owner)
-    usable = inside & (slot >= 0) & (state < _TRASH)
+    usable = inside & (slot >= 0) & (state < OWNER_TRASH)
     known = usable & ((word | digest) != 0)
     right = known & (position_of(word) == p)
     linked = right & (digest != 0)
-    claimed = (state == _HELD) | (state == _FREED)
+    claimed = (state == OWNER_HELD) | (state == OWNER_FREED)
     after = digest + mix(word, mix_in, mix_out)
     end = linked & (p == context - 1)
     faults = tl.where(inside & (slot == OUTSIDE), _OUT, 0)
@@ -138,8 +139,8 @@ def _report_entries(counters, rows, meta, g, group, table, pool, mapping, row, p
     # Once more with all its bits, to be named.
     index = translate(mapping, index_of_position(table, pool, p, faults != 0, POW2), faults != 0)
     inside = tl.maximum(slot, 0).to(tl.int64)
-    seal = words_at(tl.load(group + _SEALS_AT)) + inside * 2 + 1
-    owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=(faults != 0) & (slot >= 0), other=0)
+    seal = words_at(tl.load(group + GROUP_SEALS)) + inside * 2 + 1
+    owner = tl.load(words_at(tl.load(group + GROUP_OWNER)) + page, mask=(faults != 0) & (slot >= 0), other=0)
     unknown = (word | digest) == 0
     while tl.max(faults) > 0:
         fault = lowest_fault(faults)
@@ -149,13 +150,13 @@ def _report_entries(counters, rows, meta, g, group, table, pool, mapping, row, p
         # With the flags that the kinds before have set, perhaps through other threads.
         tl.debug_barrier()
         writer = tl.load(seal, mask=(fault != 0) & (slot >= 0), other=0, volatile=True)
-        kind = tl.where(out, _SLOT_RANGE, tl.where(fault == _EMPTY, _UNWRITTEN, _REQUEST_DIGEST))
+        kind = tl.where(out, KIND_SLOT_RANGE, tl.where(fault == _EMPTY, _UNWRITTEN, KIND_REQUEST_DIGEST))
         kind = tl.where(fault == _SHIFTED, _POSITION, tl.where(fault == _BROKEN, _DIGEST, kind)).to(tl.int64)
         slot_bit = tl.where(fault == _EMPTY, _UNWRITTEN_FLAG, tl.where(fault == _SHIFTED, _POSITION_FLAG, _DIGEST_FLAG))
         reported = tl.where(by_row, row_flag(rows, row, kind * 0), seal.to(tl.int64))
         wanted_digest = tl.where(fault == _END, wanted, tl.where(fault == _BROKEN, expected, 0))
         report(
-            counters, rows, meta, fault != 0, kind, _ROLE, g, reported,
+            counters, rows, meta, fault != 0, kind, ROLE_CHECK, g, reported,
             tl.where(by_row, (kind * 0 + 1) << kind, slot_bit), row,
             tl.where(out, engine_index(index), slot).to(tl.int64), tl.where(out, NONE, page).to(tl.int64), p,
             tl.where(out | unknown, NONE, position_of(word)), NONE, tl.where(out | unknown, NONE, code_of(word)),
@@ -174,15 +175,15 @@ def report_conflicts(counters, rows, meta, g, group, role, t, count, scratch_slo
     digest = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
     written = inside & (slot >= 0)
     slot = tl.maximum(slot, 0)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
     found = tl.load(link, mask=written, other=0)
     found_digest = tl.load(link + 1, mask=written, other=0)
     lost = written & ((found != word) | (found_digest != digest))
     if tl.max(lost.to(tl.int32)) > 0:
         row = tl.load(scratch_rows + t, mask=lost, other=0)
         page = page_of(open_pool(group), slot, POW2)
-        writer = tl.load(words_at(tl.load(group + _SEALS_AT)) + slot * 2 + 1, mask=lost, other=0)
-        owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=lost, other=0)
+        writer = tl.load(words_at(tl.load(group + GROUP_SEALS)) + slot * 2 + 1, mask=lost, other=0)
+        owner = tl.load(words_at(tl.load(group + GROUP_OWNER)) + page, mask=lost, other=0)
         unknown = (found | found_digest) == 0
         kind = t * 0 + _WRITE_CONFLICT
         report(
@@ -205,8 +206,8 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
     low, turn, first_count, half = old_span(
-        item, group, b, context, tl.load(counters + _FORWARD), least, meta, batch_rows, starts, contexts, request_rows,
-        num_requests, wide, max_rows, TILE,
+        item, group, b, context, tl.load(counters + WORD_FORWARD), least, meta, batch_rows, starts, contexts,
+        request_rows, num_requests, wide, max_rows, TILE,
     )  # fmt: skip
     known_row = open_row(rows_at, history_at, row, context)
     _seed, _held, wanted, _armed = known_row
@@ -240,12 +241,12 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
                 wanted, faults, POW2,
             )  # fmt: skip
         start += step
-    count_verified(counters, g, _LINKS, tl.sum(links, 0).to(tl.int64))
+    count_verified(counters, g, CHECK_LINKS, tl.sum(links, 0).to(tl.int64))
     count_unverified(counters, g, _UNKNOWN_RECORD, tl.sum(unknown, 0).to(tl.int64))
     count_unverified(counters, g, _UNLINKED, tl.sum(unlinked, 0).to(tl.int64))
     end = tl.max(ends, 0)
-    count_verified(counters, g, _ROW_ENDS, tl.where(end == _END_VERIFIED, 1, 0).to(tl.int64))
-    count_unverified(counters, g, _UNARMED_ROW, tl.where(end == _END_UNARMED, 1, 0).to(tl.int64))
+    count_verified(counters, g, CHECK_ROW_ENDS, tl.where(end == _END_VERIFIED, 1, 0).to(tl.int64))
+    count_unverified(counters, g, REASON_UNARMED_ROW, tl.where(end == _END_UNARMED, 1, 0).to(tl.int64))
     # Only the lowest missing position of the row counts, so look whether another program has a lower one.
     before = tl.zeros([TILE], tl.int32)
     start = begin * 0
@@ -260,6 +261,6 @@ def judge_row(counters, rows_at, history_at, meta, g, group, item, b, part, batc
         place = tl.where(lowest < first_count, turn + lowest, context - half + (lowest - first_count))
         kind = place * 0 + _WINDOW_KIND
         report(
-            counters, rows, meta, kind > 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind, row,
-            NONE, NONE, place, NONE, NONE, NONE, 0, 0, 0, 0, 0, 0, NONE, kind < 0,
+            counters, rows, meta, kind > 0, kind, ROLE_CHECK, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
+            row, NONE, NONE, place, NONE, NONE, NONE, 0, 0, 0, 0, 0, 0, NONE, kind < 0,
         )  # fmt: skip

@@ -12,8 +12,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import GroupWord, ItemFlag, ItemWord
 from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
+from kvcanary.kernels.triton_constants import (
+    BATCH_CONTEXT,
+    BATCH_DIGEST,
+    BATCH_NEW,
+    BATCH_ROW,
+    BATCH_SOURCE,
+    BATCH_WORDS,
+    GROUP_LINKS,
+    GROUP_NUM_SLOTS,
+    GROUP_OWNER,
+    GROUP_PARTS,
+    GROUP_RING,
+    GROUP_SEALS,
+    ITEM_FLAG_TABLE,
+    ITEM_FLAGS,
+    ITEM_ROW,
+    ITEM_WIDE,
+    KIND_SLOT_RANGE,
+    OWNER_FREED,
+    OWNER_HELD,
+    OWNER_NULL,
+    OWNER_TRASH,
+    ROLE_MARK,
+    ROW_HIGH,
+    ROW_LOW,
+    ROW_SEED,
+    ROW_TAG,
+    ROW_WORDS,
+    SCRATCH_ROWS,
+    SOURCE_HISTORY,
+    SOURCE_SEED,
+    SOURCE_SLOTS,
+    SOURCE_UNKNOWN,
+    STATE_ROW,
+    WORD_ARMED,
+    WORD_FORWARD,
+    WORD_SCRATCH_TOKENS,
+)
 from kvcanary.kernels.triton_inputs import judge_inputs, token_words
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_poison import place_poison
@@ -46,70 +84,20 @@ from kvcanary.kernels.triton_words import (
     tag_of,
     words_at,
 )
-from kvcanary.record import OWNER_FREED, OWNER_HELD, OWNER_UNKNOWN, Kind
-from kvcanary.state import (
-    BATCH_WORDS,
-    HISTORY,
-    OWNER_NULL,
-    OWNER_TRASH,
-    ROW_WORDS,
-    SCRATCH_ROWS,
-    BatchWord,
-    Check,
-    DigestSource,
-    Reason,
-    Role,
-    RowWord,
-    Word,
-)
+from kvcanary.record import OWNER_UNKNOWN, Kind
+from kvcanary.state import HISTORY, BatchWord, Check, Reason, Role, Word
 
-_ROW = tl.constexpr(ROW)
-_ITEM_ROW = tl.constexpr(ITEM_ROW)
-_ARMED = tl.constexpr(int(Word.ARMED))
-_FORWARD = tl.constexpr(int(Word.FORWARD))
 _NEW_TOKENS = tl.constexpr(int(Word.NEW_TOKENS))
-_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
-_SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.MARK))
-_ROLE = tl.constexpr(int(Role.MARK))
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_TAG = tl.constexpr(int(RowWord.TAG))
-_SEED = tl.constexpr(int(RowWord.SEED))
-_LOW = tl.constexpr(int(RowWord.LOW))
-_HIGH = tl.constexpr(int(RowWord.HIGH))
 _HISTORY = tl.constexpr(HISTORY)
-_BATCH_WORDS = tl.constexpr(BATCH_WORDS)
-_B_ROW = tl.constexpr(int(BatchWord.ROW))
 _B_FIRST = tl.constexpr(int(BatchWord.FIRST_TOKEN))
-_B_NEW = tl.constexpr(int(BatchWord.NEW))
-_B_CONTEXT = tl.constexpr(int(BatchWord.CONTEXT))
-_B_DIGEST = tl.constexpr(int(BatchWord.DIGEST))
-_B_SOURCE = tl.constexpr(int(BatchWord.SOURCE))
-_FROM_UNKNOWN = tl.constexpr(int(DigestSource.UNKNOWN))
-_FROM_HISTORY = tl.constexpr(int(DigestSource.HISTORY))
-_FROM_SLOTS = tl.constexpr(int(DigestSource.SLOTS))
-_FROM_SEED = tl.constexpr(int(DigestSource.SEED))
-_LINKS = tl.constexpr(int(GroupWord.LINKS))
-_SEALS = tl.constexpr(int(GroupWord.SEALS))
-_OWNER = tl.constexpr(int(GroupWord.OWNER))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_PARTS = tl.constexpr(int(GroupWord.PARTS))
-_RING = tl.constexpr(int(GroupWord.RING))
 _FOLLOWS = tl.constexpr(int(GroupWord.FOLLOWS))
 _HAS_TRASH = tl.constexpr(int(GroupWord.HAS_TRASH))
 _SLOT_MAPPING = tl.constexpr(int(ItemWord.SLOT_MAPPING))
-_WIDE = tl.constexpr(int(ItemWord.WIDE))
-_FLAGS = tl.constexpr(int(ItemWord.FLAGS))
 _COVERS = tl.constexpr(int(ItemFlag.COVERS_NEW))
-_TABLE = tl.constexpr(int(ItemFlag.TABLE))
-_HELD = tl.constexpr(OWNER_HELD)
-_FREED = tl.constexpr(OWNER_FREED)
 _UNKNOWN = tl.constexpr(OWNER_UNKNOWN)
-_TRASH = tl.constexpr(OWNER_TRASH)
-_NULL = tl.constexpr(OWNER_NULL)
 _WRITES = tl.constexpr(int(Check.WRITES))
 _UNKNOWN_OWNER = tl.constexpr(int(Reason.UNKNOWN_OWNER))
-_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 _WRITE_FREED = tl.constexpr(int(Kind.WRITE_FREED))
 _WRITE_FOREIGN = tl.constexpr(int(Kind.WRITE_FOREIGN))
 _TABLE_MISMATCH = tl.constexpr(int(Kind.TABLE_MISMATCH))
@@ -124,9 +112,15 @@ _MISMATCH = tl.constexpr(8)
 @triton.jit
 def _open_row(rows, history, row, context):
     """What :func:`_row_digest` and the claims need to know of a row."""
-    words = rows + row * _ROW_WORDS
+    words = rows + row * ROW_WORDS
     past = tl.load(history + row * _HISTORY + (context & (_HISTORY - 1)))
-    return tl.load(words + _TAG), tl.load(words + _SEED), tl.load(words + _LOW), tl.load(words + _HIGH), past
+    return (
+        tl.load(words + ROW_TAG),
+        tl.load(words + ROW_SEED),
+        tl.load(words + ROW_LOW),
+        tl.load(words + ROW_HIGH),
+        past,
+    )
 
 
 @triton.jit
@@ -135,22 +129,22 @@ def _row_digest(row, group, item, usable, b, context, mix_in, mix_out, POW2: tl.
     _, seed, low, high, past = row
     held = (high >= 0) & (low <= context) & (context <= high)
     digest = tl.where(held, past, 0)
-    source = tl.where(held, _FROM_HISTORY, _FROM_UNKNOWN)
+    source = tl.where(held, SOURCE_HISTORY, SOURCE_UNKNOWN)
     seeded = (context == 0) & (seed != 0)
     digest = tl.where(seeded, seed, digest)
-    source = tl.where(seeded, _FROM_SEED, source)
-    if (source == _FROM_UNKNOWN) & (context > 0) & (usable != 0):
+    source = tl.where(seeded, SOURCE_SEED, source)
+    if (source == SOURCE_UNKNOWN) & (context > 0) & (usable != 0):
         pool = open_pool(group)
         table = open_table(group, item, b, POW2)
         last = context - 1
         index = translate(open_map(item), index_of_position(table, pool, last, last >= 0, POW2), last >= 0)
         slot = slot_of_index(pool, index, POW2)
-        link = words_at(tl.load(group + _LINKS)) + tl.maximum(slot, 0) * 2
+        link = words_at(tl.load(group + GROUP_LINKS)) + tl.maximum(slot, 0) * 2
         word = tl.load(link, mask=slot >= 0, other=0)
         before = tl.load(link + 1, mask=slot >= 0, other=0)
         known = (slot >= 0) & (before != 0) & (position_of(word) == last)
         digest = tl.where(known, before + mix(word, mix_in, mix_out), digest)
-        source = tl.where(known, _FROM_SLOTS, source)
+        source = tl.where(known, SOURCE_SLOTS, source)
     return digest, source.to(tl.int64)
 
 
@@ -158,16 +152,16 @@ def _row_digest(row, group, item, usable, b, context, mix_in, mix_out, POW2: tl.
 def _open_group(group, item):
     """What claims need to know of a group and of what a batch brings for it."""
     return (
-        words_at(tl.load(group + _LINKS)),
-        words_at(tl.load(group + _OWNER)),
-        words_at(tl.load(group + _SEALS)),
-        tl.load(group + _NUM_SLOTS),
-        tl.load(group + _PARTS),
-        tl.load(group + _RING),
+        words_at(tl.load(group + GROUP_LINKS)),
+        words_at(tl.load(group + GROUP_OWNER)),
+        words_at(tl.load(group + GROUP_SEALS)),
+        tl.load(group + GROUP_NUM_SLOTS),
+        tl.load(group + GROUP_PARTS),
+        tl.load(group + GROUP_RING),
         flag(tl.load(group + _FOLLOWS) != 0),
         flag(tl.load(group + _HAS_TRASH) == 0),
-        tl.load(item + _WIDE),
-        tl.load(item + _FLAGS),
+        tl.load(item + ITEM_WIDE),
+        tl.load(item + ITEM_FLAGS),
         tl.load(item + _SLOT_MAPPING),
     )
 
@@ -178,7 +172,7 @@ def _claim(opened, pool, map_, group, item, b, p, t, end, inside, POW2: tl.const
     links, owners, _, _, _, ring, _, no_trash, wide, flags, mapping = opened
     given = index_at(mapping, t, is_wide(wide, _SLOT_MAPPING), inside & flag(mapping != 0))
     named = p * 0 + NONE
-    if ((flags & _TABLE) != 0) & ((mapping == 0) | ((flags & _COVERS) != 0)):
+    if ((flags & ITEM_FLAG_TABLE) != 0) & ((mapping == 0) | ((flags & _COVERS) != 0)):
         table = open_table(group, item, b, POW2)
         named = translate(map_, index_of_position(table, pool, p, inside, POW2), inside)
     index = tl.where(mapping != 0, translate(map_, given, inside), named)
@@ -190,7 +184,7 @@ def _claim(opened, pool, map_, group, item, b, p, t, end, inside, POW2: tl.const
     owner = tl.load(owners + page, mask=written, other=0)
     old_word = tl.load(link, mask=written, other=0)
     old_digest = tl.load(link + 1, mask=written, other=0)
-    written = written & (no_trash | (state_of(owner) != _TRASH))
+    written = written & (no_trash | (state_of(owner) != OWNER_TRASH))
     return index, named, slot, page, written, owner, old_word, old_digest
 
 
@@ -203,15 +197,15 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
     state = state_of(owner)
     faults = tl.where(inside & (slot == OUTSIDE), _RANGE, 0)
     harmful = (old_word != word) | (old_digest != digest) | (digest == 0)
-    foreign = ((state == _HELD) & (tag_of(owner) != tag) & flag(tag != 0)) | (state == _NULL)
-    faults |= tl.where(written & harmful & (state == _FREED), _INTO_FREED, 0)
+    foreign = ((state == OWNER_HELD) & (tag_of(owner) != tag) & flag(tag != 0)) | (state == OWNER_NULL)
+    faults |= tl.where(written & harmful & (state == OWNER_FREED), _INTO_FREED, 0)
     faults |= tl.where(written & harmful & foreign, _INTO_FOREIGN, 0)
     _, page_size, _, _, _ = pool
     wrapped = p
     if ring > 0:
         wrapped = p % ring
     shifted = follows & (slot - page * page_size != wrapped % page_size)
-    compared = flag((mapping != 0) & ((flags & _TABLE) != 0) & ((flags & _COVERS) != 0))
+    compared = flag((mapping != 0) & ((flags & ITEM_FLAG_TABLE) != 0) & ((flags & _COVERS) != 0))
     named_slot = slot_of_index(pool, named, POW2)
     faults |= tl.where(written & ((compared & (named_slot != slot)) | shifted), _MISMATCH, 0)
     unknown = tl.sum((written & (state == _UNKNOWN)).to(tl.int32), 0)
@@ -224,14 +218,16 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
             fault = lowest_fault(faults)
             faults = faults & ~fault
             into = (fault == _INTO_FREED) | (fault == _INTO_FOREIGN)
-            kind = tl.where(fault == _RANGE, _SLOT_RANGE, tl.where(fault == _MISMATCH, _TABLE_MISMATCH, _WRITE_FOREIGN))
+            kind = tl.where(
+                fault == _RANGE, KIND_SLOT_RANGE, tl.where(fault == _MISMATCH, _TABLE_MISMATCH, _WRITE_FOREIGN)
+            )
             kind = tl.where(fault == _INTO_FREED, _WRITE_FREED, kind).to(tl.int64)
             out = fault == _RANGE
             mismatch_found = tl.where(compared, named_slot, NONE)
             unknown_old = (old_word | old_digest) == 0
             report(
-                counters, rows, meta, fault != 0, kind, _ROLE, g, row_flag(rows, row, kind * 0), (kind * 0 + 1) << kind,
-                row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page),
+                counters, rows, meta, fault != 0, kind, ROLE_MARK, g, row_flag(rows, row, kind * 0),
+                (kind * 0 + 1) << kind, row, tl.where(out, engine_index(index), slot), tl.where(out, NONE, page),
                 tl.where(into, position_of(word), p),
                 tl.where(into, tl.where(unknown_old, NONE, position_of(old_word)), tl.where(out, NONE, mismatch_found)),
                 tl.where(into, code_of(word), NONE), tl.where(into & (unknown_old == 0), code_of(old_word), NONE),
@@ -240,7 +236,7 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
             )  # fmt: skip
     if POISON:
         changed = (old_word != word) | (old_digest != digest)
-        forward = tl.load(counters + _FORWARD)
+        forward = tl.load(counters + WORD_FORWARD)
         place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag, changed, POW2)
     link = links + tl.maximum(slot, 0) * 2
     tl.store(link, word, mask=written)
@@ -255,13 +251,13 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
 @triton.jit
 def _open_batch(scratch_batch, b, live, row, first, new, context, digest, source):
     """What the exit needs to know of a batch row."""
-    entry = scratch_batch + b * _BATCH_WORDS
-    tl.store(entry + _B_ROW, tl.where(live, row, NONE))
+    entry = scratch_batch + b * BATCH_WORDS
+    tl.store(entry + BATCH_ROW, tl.where(live, row, NONE))
     tl.store(entry + _B_FIRST, tl.where(live, first, 0))
-    tl.store(entry + _B_NEW, tl.where(live, new, 0))
-    tl.store(entry + _B_CONTEXT, tl.where(live, context, 0))
-    tl.store(entry + _B_DIGEST, tl.where(live, digest, 0))
-    tl.store(entry + _B_SOURCE, tl.where(live, source, _FROM_UNKNOWN).to(tl.int64))
+    tl.store(entry + BATCH_NEW, tl.where(live, new, 0))
+    tl.store(entry + BATCH_CONTEXT, tl.where(live, context, 0))
+    tl.store(entry + BATCH_DIGEST, tl.where(live, digest, 0))
+    tl.store(entry + BATCH_SOURCE, tl.where(live, source, SOURCE_UNKNOWN).to(tl.int64))
 
 
 @entry
@@ -297,9 +293,9 @@ def mark_kernel(
     history = words_at(history_at)
     meta = words_at(meta_at)
     timed = is_timed(counters)
-    group = meta + (g + 1) * _ROW
-    item = words_at(items_at) + g * _ITEM_ROW
-    armed = tl.load(counters + _ARMED)
+    group = meta + (g + 1) * STATE_ROW
+    item = words_at(items_at) + g * ITEM_ROW
+    armed = tl.load(counters + WORD_ARMED)
     live, row, first, end, context = batch_row(
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
@@ -315,8 +311,8 @@ def mark_kernel(
     start_clock(counters, meta, (b == 0) & (part == 0) & (z == 0))
     if FIRST:
         if shared & (b == 0) & (part == 0):
-            tl.store(counters + _SCRATCH_TOKENS, tokens)
-            tl.store(counters + _SCRATCH_ROWS, batch_rows)
+            tl.store(counters + WORD_SCRATCH_TOKENS, tokens)
+            tl.store(counters + SCRATCH_ROWS, batch_rows)
     known_row = _open_row(rows, history, row, context)
     tag = known_row[0]
     scratch_slots = words_at(scratch_slots_at)
@@ -328,7 +324,7 @@ def mark_kernel(
     end = tl.where(outer, tokens, tl.minimum(end, tokens))
     claims = live & (shared == 0) & (((selected >> g) & 1) != 0)
     speaks = shared & (part == 0) & (b < batch_rows)
-    digest, source = context * 0, context * 0 + _FROM_UNKNOWN
+    digest, source = context * 0, context * 0 + SOURCE_UNKNOWN
     fresh = b >= 0
     summed = first
     start = first + part * TILE
@@ -347,7 +343,7 @@ def mark_kernel(
                 word, code, token, salt = token_words(ids, salts, positions, wide, context, first, t, inside, UNLINKED)
                 if fresh:
                     digest, source = _row_digest(
-                        known_row, meta + (digest_group + 1) * _ROW, words_at(items_at) + digest_group * _ITEM_ROW,
+                        known_row, meta + (digest_group + 1) * STATE_ROW, words_at(items_at) + digest_group * ITEM_ROW,
                         digest_group >= 0, b, context, mix_in, mix_out, POW2,
                     )  # fmt: skip
                 if not UNLINKED:
@@ -362,7 +358,7 @@ def mark_kernel(
                     if end - first > 1:
                         mixes = tl.where(inside, mix(word, mix_in, mix_out), 0)
                         before += tl.cumsum(mixes, 0) - mixes
-                    before = tl.where(inside & flag(source != _FROM_UNKNOWN), before, 0)
+                    before = tl.where(inside & flag(source != SOURCE_UNKNOWN), before, 0)
                     summed = start
                 word = tl.where(inside, word, 0)
                 if shared:

@@ -8,21 +8,27 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels import FactOp
-from kvcanary.kernels.descriptors import ROW, FactWord, GroupWord, StateWord
+from kvcanary.kernels.descriptors import FactWord, GroupWord
 from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
+from kvcanary.kernels.triton_constants import (
+    FACT_OP,
+    FACT_TAG,
+    GROUP_LINKS,
+    GROUP_NUM_PAGES,
+    GROUP_NUM_SLOTS,
+    GROUP_OWNER,
+    GROUP_PAGE_SIZE,
+    GROUP_PARTS,
+    GROUP_SEALS,
+    OWNER_TRASH,
+    STATE_ROW,
+    STATE_SUSPECTS,
+    SUSPECT_ROWS,
+    WORD_SUSPECTS,
+)
 from kvcanary.kernels.triton_words import index_at, is_sealed, state_of, words_at, writer_of
 from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, SealFlag, signed
-from kvcanary.state import (
-    OWNER_TRASH,
-    SUSPECT_ROWS,
-    Word,
-)
 
-_STATE_ROW = tl.constexpr(ROW)
-_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
-_QUEUE = tl.constexpr(int(StateWord.SUSPECTS))
-_OP = tl.constexpr(int(FactWord.OP))
-_TAG = tl.constexpr(int(FactWord.TAG))
 _COUNT = tl.constexpr(int(FactWord.COUNT))
 _PAGES = tl.constexpr(int(FactWord.PAGES))
 _TARGETS = tl.constexpr(int(FactWord.TARGETS))
@@ -39,20 +45,11 @@ _WIPE = tl.constexpr(int(FactOp.WIPE))
 _RESTAMP = tl.constexpr(int(FactOp.RESTAMP))
 _QUEUE_OP = tl.constexpr(int(FactOp.QUEUE))
 _UNSEAL = tl.constexpr(int(FactOp.UNSEAL))
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_SEALS_AT = tl.constexpr(int(GroupWord.SEALS))
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
-_NUM_PAGES = tl.constexpr(int(GroupWord.NUM_PAGES))
-_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
-_PARTS = tl.constexpr(int(GroupWord.PARTS))
 _ARENA = tl.constexpr(int(GroupWord.ARENA))
 _ARENA_PAGES = tl.constexpr(int(GroupWord.ARENA_PAGES))
 _ARENA_GROUPS = tl.constexpr(int(GroupWord.ARENA_GROUPS))
-_SUSPECT_ROWS = tl.constexpr(SUSPECT_ROWS)
 _SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
 _PART_SHIFT = tl.constexpr(PART_SHIFT)
-_TRASH = tl.constexpr(OWNER_TRASH)
 _HELD_WORD = tl.constexpr(OWNER_HELD << FLAG_SHIFT)
 _FREED_WORD = tl.constexpr(OWNER_FREED << FLAG_SHIFT)
 _TAG_MASK = tl.constexpr(((1 << FLAG_SHIFT) - 1) & ~MASK32)
@@ -76,9 +73,9 @@ def _page(fact, words, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
 @triton.jit
 def _slots(fact, words, group, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
     """Slot ``i`` of a fact's pages, and whether there is one."""
-    page_size = tl.load(group + _PAGE_SIZE)
+    page_size = tl.load(group + GROUP_PAGE_SIZE)
     page = _page(fact, words, AT, KIND, i // page_size, inside)
-    there = inside & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
+    there = inside & (page >= 0) & (page < tl.load(group + GROUP_NUM_PAGES))
     return tl.where(there, page * page_size + i % page_size, 0), there
 
 
@@ -87,31 +84,31 @@ def _wipe(group, slot, mask, LINKS: tl.constexpr):
     """Clear the seals of slots, and the links with ``LINKS``."""
     zero = slot * 0
     if LINKS:
-        link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+        link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
         tl.store(link, zero, mask=mask)
         tl.store(link + 1, zero, mask=mask)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(tl.load(group + _PARTS)):
+    seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
+    for _ in range(tl.load(group + GROUP_PARTS)):
         tl.store(seal, zero, mask=mask)
         tl.store(seal + 1, zero, mask=mask)
-        seal += tl.load(group + _NUM_SLOTS) * 2
+        seal += tl.load(group + GROUP_NUM_SLOTS) * 2
 
 
 @triton.jit
 def _set_owners(fact, words, group, forward, lane, TILE: tl.constexpr):
     """New owners; reserved pages keep their state whatever a fact says."""
-    op = tl.load(fact + _OP)
+    op = tl.load(fact + FACT_OP)
     count = tl.load(fact + _COUNT)
     start = count * 0
     while start < count:
         i = start + lane
         page = _page(fact, words, _PAGES, _PAGES_KIND, i, i < count)
-        there = (i < count) & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
-        at = words_at(tl.load(group + _OWNER_AT)) + tl.where(there, page, 0)
+        there = (i < count) & (page >= 0) & (page < tl.load(group + GROUP_NUM_PAGES))
+        at = words_at(tl.load(group + GROUP_OWNER)) + tl.where(there, page, 0)
         old = tl.load(at, mask=there, other=0)
-        held = writer_of(forward, tl.load(fact + _TAG)) | _HELD_WORD
+        held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
         freed = (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD
-        tl.store(at, tl.where(op == _FREE, freed, held), mask=there & (state_of(old) < _TRASH))
+        tl.store(at, tl.where(op == _FREE, freed, held), mask=there & (state_of(old) < OWNER_TRASH))
         start += TILE
 
 
@@ -125,18 +122,18 @@ def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
     while start < count:
         i = start + lane
         page = _page(fact, words, _PAGES, _PAGES_KIND, i, i < count)
-        there = (i < count) & (page >= 0) & (page < tl.load(group + _NUM_PAGES))
+        there = (i < count) & (page >= 0) & (page < tl.load(group + GROUP_NUM_PAGES))
         area = tl.where(there, page, 0) // tl.load(group + _ARENA_PAGES)
         changed = there & (tl.load(holder + area, mask=there, other=0) != space + 1)
         other = space * 0
         while (others >> other) != 0:
             if ((others >> other) & 1) != 0:
-                its = meta + (other + 1) * _STATE_ROW
-                size = tl.load(its + _ARENA_PAGES) * tl.load(its + _PAGE_SIZE)
+                its = meta + (other + 1) * STATE_ROW
+                size = tl.load(its + _ARENA_PAGES) * tl.load(its + GROUP_PAGE_SIZE)
                 j = space * 0
                 while j < size:
                     slot = area * size + j
-                    _wipe(its, slot, changed & (slot < tl.load(its + _NUM_SLOTS)), True)
+                    _wipe(its, slot, changed & (slot < tl.load(its + GROUP_NUM_SLOTS)), True)
                     j += 1
             other += 1
         tl.store(holder + area, area * 0 + space + 1, mask=changed)
@@ -145,9 +142,9 @@ def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
 
 @triton.jit
 def _enqueue(counters, meta, space, part, slot, mask):
-    number = tl.atomic_add(counters + _SUSPECTS + slot * 0, slot * 0 + 1, mask=mask, sem="relaxed")
+    number = tl.atomic_add(counters + WORD_SUSPECTS + slot * 0, slot * 0 + 1, mask=mask, sem="relaxed")
     word = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
-    tl.store(words_at(tl.load(meta + _QUEUE)) + number % _SUSPECT_ROWS, word, mask=mask)
+    tl.store(words_at(tl.load(meta + STATE_SUSPECTS)) + number % SUSPECT_ROWS, word, mask=mask)
 
 
 @triton.jit
@@ -160,59 +157,59 @@ def _present(fingerprint, writer, forward):
 @triton.jit
 def _save_records(fact, group, slot, there, i):
     """Records to a table ``[slots, 2 + 2 * parts]``."""
-    parts = tl.load(group + _PARTS)
+    parts = tl.load(group + GROUP_PARTS)
     out = words_at(tl.load(fact + _RECORDS)) + i * (2 + 2 * parts)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
     tl.store(out, tl.load(link, mask=there, other=0), mask=there)
     tl.store(out + 1, tl.load(link + 1, mask=there, other=0), mask=there)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
+    seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
     for _ in range(parts):
         out += 2
         tl.store(out, tl.load(seal, mask=there, other=0), mask=there)
         tl.store(out + 1, tl.load(seal + 1, mask=there, other=0), mask=there)
-        seal += tl.load(group + _NUM_SLOTS) * 2
+        seal += tl.load(group + GROUP_NUM_SLOTS) * 2
 
 
 @triton.jit
 def _restore_records(fact, group, slot, there, i, forward):
     """Records from such a table."""
-    parts = tl.load(group + _PARTS)
+    parts = tl.load(group + GROUP_PARTS)
     source = words_at(tl.load(fact + _RECORDS)) + i * (2 + 2 * parts)
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
     tl.store(link, tl.load(source, mask=there, other=0), mask=there)
     tl.store(link + 1, tl.load(source + 1, mask=there, other=0), mask=there)
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
+    seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
     for _ in range(parts):
         source += 2
         fingerprint = tl.load(source, mask=there, other=0)
         fingerprint, writer = _present(fingerprint, tl.load(source + 1, mask=there, other=0), forward)
         tl.store(seal, fingerprint, mask=there)
         tl.store(seal + 1, writer, mask=there)
-        seal += tl.load(group + _NUM_SLOTS) * 2
+        seal += tl.load(group + GROUP_NUM_SLOTS) * 2
 
 
 @triton.jit
 def _restamp(fact, group, slot, there, i, total, forward):
     """New fingerprints, from sums ``[parts, slots]``, for slots that have a link."""
-    link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
     linked = there & ((tl.load(link, mask=there, other=0) | tl.load(link + 1, mask=there, other=0)) != 0)
     sums = words_at(tl.load(fact + _RECORDS)) + i
-    seal = words_at(tl.load(group + _SEALS_AT)) + slot * 2
-    for _ in range(tl.load(group + _PARTS)):
+    seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
+    for _ in range(tl.load(group + GROUP_PARTS)):
         writer = tl.load(seal + 1, mask=linked, other=0)
         tl.store(seal, tl.load(sums, mask=linked, other=0), mask=linked)
         tl.store(seal + 1, (writer & _TAG_MASK) | (forward & _MASK32), mask=linked)
         sums += total
-        seal += tl.load(group + _NUM_SLOTS) * 2
+        seal += tl.load(group + GROUP_NUM_SLOTS) * 2
 
 
 @triton.jit
 def apply_to_pages(counters, meta, fact, words, space, group, forward, lane, TILE: tl.constexpr):
     """Every fact about pages."""
-    op = tl.load(fact + _OP)
+    op = tl.load(fact + FACT_OP)
     if (op == _ALLOC) | (op == _FREE) | (op == _OWN) | (op == _IMPORT):
         _set_owners(fact, words, group, forward, lane, TILE)
-    total = tl.load(fact + _COUNT) * tl.load(group + _PAGE_SIZE)
+    total = tl.load(fact + _COUNT) * tl.load(group + GROUP_PAGE_SIZE)
     if (op != _FREE) & (op != _OWN):
         start = total * 0
         while start < total:
@@ -239,14 +236,14 @@ def apply_to_pages(counters, meta, fact, words, space, group, forward, lane, TIL
             _restore_records(fact, group, slot, there & named, i, forward)
             start += TILE
     if (op == _QUEUE_OP) | (op == _IMPORT):
-        seals = words_at(tl.load(group + _SEALS_AT))
+        seals = words_at(tl.load(group + GROUP_SEALS))
         part = space * 0
-        while part < tl.load(group + _PARTS):
+        while part < tl.load(group + GROUP_PARTS):
             start = total * 0
             while start < total:
                 i = start + lane
                 slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
-                writer = tl.load(seals + (part * tl.load(group + _NUM_SLOTS) + slot) * 2 + 1, mask=there, other=0)
+                writer = tl.load(seals + (part * tl.load(group + GROUP_NUM_SLOTS) + slot) * 2 + 1, mask=there, other=0)
                 _enqueue(counters, meta, space, part, slot, there & is_sealed(writer))
                 start += TILE
             part += 1

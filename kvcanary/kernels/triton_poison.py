@@ -11,7 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import POISON_ROW, ROW, SPOT_ROW, GroupWord, PoisonWord, SpotWord, StateWord
+from kvcanary.kernels.descriptors import POISON_ROW, SPOT_ROW, GroupWord, PoisonWord, SpotWord, StateWord
+from kvcanary.kernels.triton_constants import (
+    GROUP_LINKS,
+    GROUP_NUM_SLOTS,
+    GROUP_OWNER,
+    OWNER_HELD,
+    ROLE_SEAL,
+    STATE_ROW,
+    WORD_ARMED,
+    WORD_SCRATCH_TOKENS,
+)
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_scrub import count_lanes
 from kvcanary.kernels.triton_tables import open_pool, page_of
@@ -32,7 +42,6 @@ from kvcanary.record import (
     GOLDEN,
     MASK32,
     MASK64,
-    OWNER_HELD,
     POISON_BYTES,
     POISON_CLEAR,
     POISON_SET,
@@ -40,17 +49,11 @@ from kvcanary.record import (
     SealFlag,
     signed,
 )
-from kvcanary.state import Check, PoisonBit, Role, Word
+from kvcanary.state import Check, PoisonBit
 
-_ROW = tl.constexpr(ROW)
-_ARMED = tl.constexpr(int(Word.ARMED))
-_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 _SCRATCH_POISON = tl.constexpr(int(StateWord.SCRATCH_POISON))
 _SCRATCH_SLOTS = tl.constexpr(int(StateWord.SCRATCH_SLOTS))
 _MAX_TOKENS = tl.constexpr(int(StateWord.MAX_TOKENS))
-_LINKS_AT = tl.constexpr(int(GroupWord.LINKS))
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_NUM_SLOTS = tl.constexpr(int(GroupWord.NUM_SLOTS))
 _SPACE = tl.constexpr(int(GroupWord.SPACE))
 _POISON_ROW = tl.constexpr(POISON_ROW)
 _SPOTS = tl.constexpr(int(PoisonWord.SPOTS))
@@ -71,9 +74,7 @@ _STEP_2 = tl.constexpr(2 * GOLDEN & MASK64)
 _STEP_3 = tl.constexpr(3 * GOLDEN & MASK64)
 _PLACED = tl.constexpr(int(PoisonBit.PLACED))
 _FOUND = tl.constexpr(int(PoisonBit.FOUND))
-_HELD = tl.constexpr(OWNER_HELD)
 _WRITTEN = tl.constexpr(int(Check.WRITTEN))
-_SEAL_ROLE = tl.constexpr(int(Role.SEAL))
 _KIND = tl.constexpr(int(Kind.WRITE_MISSING))
 _FLAG = tl.constexpr(int(SealFlag.WRITE_MISSING) << FLAG_SHIFT)
 
@@ -132,7 +133,7 @@ def place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag
     """Put the forward's poison into the new slots of a tile that are the row's own and get a new record."""
     row = words_at(poison_at) + g * _POISON_ROW
     if tl.load(row + _COUNT) > 0:
-        mine = written & changed & (state_of(owner) == _HELD) & (tag_of(owner) == tag) & flag(tag != 0)
+        mine = written & changed & (state_of(owner) == OWNER_HELD) & (tag_of(owner) == tag) & flag(tag != 0)
         choice, low, high = _poison_words(tl.load(row + _KEY), forward, g)
         spot, start, size = _choose(row, choice)
         address = _bytes_at(spot, pool, tl.maximum(slot, 0), start, POW2)
@@ -161,11 +162,11 @@ def look_for_poison(counters, rows, meta, poison_at, g, group, part, first_part,
             # The flag goes into a word that was just stored, perhaps by another thread.
             tl.debug_barrier()
             page = page_of(open_pool(group), slot, POW2)
-            owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=missing, other=0)
+            owner = tl.load(words_at(tl.load(group + GROUP_OWNER)) + page, mask=missing, other=0)
             old = tl.load(first_part + 1, mask=missing, other=0, volatile=True)
             kind = t * 0 + _KIND
             report(
-                counters, rows, meta, missing, kind, _SEAL_ROLE, g, (first_part + 1).to(tl.int64), t * 0 + _FLAG, row,
+                counters, rows, meta, missing, kind, ROLE_SEAL, g, (first_part + 1).to(tl.int64), t * 0 + _FLAG, row,
                 slot, page, position_of(word), NONE, code_of(word), NONE, 0, 0, 0, 0, old, owner, part, kind < 0,
             )  # fmt: skip
 
@@ -180,12 +181,12 @@ def fill_kernel(
     own = space.to(tl.int64)
     zero = own * 0
     row = words_at(poison_at) + own * _POISON_ROW
-    group = words_at(meta_at) + (own + 1) * _ROW
+    group = words_at(meta_at) + (own + 1) * STATE_ROW
     spot = words_at(tl.load(row + _SPOTS)) + tl.program_id(1).to(tl.int64) * _SPOT_ROW
     _, low, high = _poison_words(tl.load(row + _KEY), zero, own)
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE).to(tl.int64)
     slot = tl.load(words_at(slots_at) + i, mask=i < count, other=NONE)
-    inside = (slot >= 0) & (slot < tl.load(group + _NUM_SLOTS))
+    inside = (slot >= 0) & (slot < tl.load(group + GROUP_NUM_SLOTS))
     address = _bytes_at(spot, open_pool(group), tl.where(inside, slot, 0), zero, POW2)
     size = tl.load(spot + _NUM_BYTES)
     lane = tl.arange(0, _BYTES).to(tl.int64)[None, :]
@@ -207,10 +208,10 @@ def search_kernel(
     meta = words_at(meta_at)
     g = tl.program_id(2).to(tl.int64)
     number = tl.program_id(1).to(tl.int64)
-    group = meta + (g + 1) * _ROW
+    group = meta + (g + 1) * STATE_ROW
     row = words_at(poison_at) + g * _POISON_ROW
-    tokens = tl.load(counters + _SCRATCH_TOKENS)
-    due = (tl.load(counters + _ARMED) != 0) & (number < tl.load(row + _COUNT)) & (tl.load(row + _FILLED) != 0)
+    tokens = tl.load(counters + WORD_SCRATCH_TOKENS)
+    due = (tl.load(counters + WORD_ARMED) != 0) & (number < tl.load(row + _COUNT)) & (tl.load(row + _FILLED) != 0)
     scratch = g * tl.load(meta + _MAX_TOKENS)
     _, low, high = _poison_words(tl.load(row + _KEY), tokens * 0, tl.load(group + _SPACE))
     spot = words_at(tl.load(row + _SPOTS)) + number * _SPOT_ROW
@@ -220,7 +221,7 @@ def search_kernel(
         slot = tl.load(words_at(tl.load(meta + _SCRATCH_SLOTS)) + scratch + t, mask=t < tokens, other=NONE)
         mine = slot >= 0
         slot = tl.maximum(slot, 0)
-        link = words_at(tl.load(group + _LINKS_AT)) + slot * 2
+        link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
         wanted = words_at(scratch_links_at) + t * 2
         mine = mine & (tl.load(link, mask=mine, other=0) == tl.load(wanted, mask=mine, other=1))
         mine = mine & (tl.load(link + 1, mask=mine, other=0) == tl.load(wanted + 1, mask=mine, other=1))

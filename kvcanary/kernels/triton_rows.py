@@ -8,9 +8,20 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import GroupWord, ItemWord, StateWord
+from kvcanary.kernels.triton_constants import (
+    GROUP_RING,
+    HISTORY,
+    ITEM_FIRST,
+    ITEM_WIDE,
+    ROW_FLAG_ARMED,
+    ROW_FLAGS,
+    ROW_HIGH,
+    ROW_LOW,
+    ROW_SEED,
+    ROW_WORDS,
+)
 from kvcanary.kernels.triton_tables import is_wide
 from kvcanary.kernels.triton_words import flag, index_at, words_at
-from kvcanary.state import HISTORY, ROW_WORDS, RowFlag, RowWord
 
 # Places in the tuple of a batch's addresses; their bits say which are int64.
 IDS = tl.constexpr(0)
@@ -27,17 +38,7 @@ MIN_ENTRIES_PER_ROW = 64
 _MIN_ENTRIES = tl.constexpr(MIN_ENTRIES_PER_ROW)
 _HEAD_ENTRIES = tl.constexpr(int(StateWord.HEAD_ENTRIES))
 _WINDOW = tl.constexpr(int(GroupWord.WINDOW))
-_RING = tl.constexpr(int(GroupWord.RING))
-_FIRST = tl.constexpr(int(ItemWord.FIRST))
 _REQUIRED = tl.constexpr(int(ItemWord.REQUIRED))
-_WIDE = tl.constexpr(int(ItemWord.WIDE))
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_SEED = tl.constexpr(int(RowWord.SEED))
-_LOW = tl.constexpr(int(RowWord.LOW))
-_HIGH = tl.constexpr(int(RowWord.HIGH))
-_FLAGS = tl.constexpr(int(RowWord.FLAGS))
-_ARMED = tl.constexpr(int(RowFlag.ARMED))
-_HISTORY = tl.constexpr(HISTORY)
 
 
 @triton.jit
@@ -56,11 +57,11 @@ def batch_row(b, batch_rows, starts, contexts, request_rows, num_requests, wide,
 @triton.jit
 def open_row(rows_at, history_at, row, context):
     """What a row knows of its old positions: (seed, whether the digest at their end is known, that digest, armed)."""
-    words = words_at(rows_at) + row * _ROW_WORDS
-    high = tl.load(words + _HIGH)
-    held = flag((high >= 0) & (tl.load(words + _LOW) <= context) & (context <= high))
-    digest = tl.load(words_at(history_at) + row * _HISTORY + (context & (_HISTORY - 1)))
-    return tl.load(words + _SEED), held, digest, flag((tl.load(words + _FLAGS) & _ARMED) != 0)
+    words = words_at(rows_at) + row * ROW_WORDS
+    high = tl.load(words + ROW_HIGH)
+    held = flag((high >= 0) & (tl.load(words + ROW_LOW) <= context) & (context <= high))
+    digest = tl.load(words_at(history_at) + row * HISTORY + (context & (HISTORY - 1)))
+    return tl.load(words + ROW_SEED), held, digest, flag((tl.load(words + ROW_FLAGS) & ROW_FLAG_ARMED) != 0)
 
 
 @triton.jit
@@ -79,12 +80,12 @@ def _live_rows(batch_rows, starts, contexts, request_rows, num_requests, wide, m
 def old_span(item, group, b, context, forward, least, meta, batch_rows, starts, contexts, request_rows, num_requests,
              wide, max_rows, BLOCK: tl.constexpr):  # fmt: skip
     """Which old positions of a row are read: (lowest required, first of the moving stretch, its length, newest)."""
-    item_wide = tl.load(item + _WIDE)
+    item_wide = tl.load(item + ITEM_WIDE)
     required = tl.load(item + _REQUIRED)
-    firsts = tl.load(item + _FIRST)
+    firsts = tl.load(item + ITEM_FIRST)
     window = tl.load(group + _WINDOW)
-    ring = tl.load(group + _RING)
-    low = index_at(firsts, b, is_wide(item_wide, _FIRST), firsts != 0)
+    ring = tl.load(group + GROUP_RING)
+    low = index_at(firsts, b, is_wide(item_wide, ITEM_FIRST), firsts != 0)
     low = tl.where(window != 0, tl.maximum(low, context - (window - 1)), low)
     low = tl.where(required != 0, index_at(required, b, is_wide(item_wide, _REQUIRED), required != 0), low)
     low = tl.where(ring != 0, tl.maximum(low, context - ring), low)

@@ -11,8 +11,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import REGION_ROW, ROW, GroupWord, RegionKind, RegionWord, StateWord
+from kvcanary.kernels.descriptors import RegionWord, StateWord
 from kvcanary.kernels.triton_clock import reset_clock, start_exit, take_time
+from kvcanary.kernels.triton_constants import (
+    BATCH_CONTEXT,
+    BATCH_DIGEST,
+    BATCH_NEW,
+    BATCH_ROW,
+    BATCH_SOURCE,
+    BATCH_WORDS,
+    GROUP_OWNER,
+    GROUP_SEALS,
+    KIND_OF_SUSPECTS,
+    KIND_OF_TOKENS,
+    REGION_FLAGS,
+    REGION_ITEMS,
+    REGION_KIND,
+    REGION_PART,
+    REGION_ROW,
+    REGION_SEALS,
+    REGION_SLOTS,
+    REGION_SUMS,
+    ROLE_SEAL,
+    ROW_ANCHOR_DIGEST,
+    ROW_ANCHOR_POSITION,
+    ROW_FLAG_ARMED,
+    ROW_FLAGS,
+    ROW_HIGH,
+    ROW_LOW,
+    ROW_TAG,
+    ROW_WORDS,
+    SCRATCH_ROWS,
+    SOURCE_HISTORY,
+    SOURCE_SEED,
+    SOURCE_SLOTS,
+    SOURCE_UNKNOWN,
+    STATE_ROW,
+    WORD_ARMED,
+    WORD_FORWARD,
+    WORD_SCRATCH_TOKENS,
+    WORD_SEQUENCE,
+    WORD_SUSPECTS_DONE,
+)
 from kvcanary.kernels.triton_judge import report_conflicts
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_poison import look_for_poison
@@ -29,69 +69,19 @@ from kvcanary.kernels.triton_words import (
     writer_of,
 )
 from kvcanary.record import FLAG_SHIFT, Kind, SealFlag
-from kvcanary.state import (
-    BATCH_WORDS,
-    HISTORY,
-    ROW_WORDS,
-    SCRATCH_ROWS,
-    BatchWord,
-    Check,
-    DigestSource,
-    Role,
-    RowFlag,
-    RowWord,
-    Word,
-)
+from kvcanary.state import HISTORY, Check, Role, Word
 
-_STATE_ROW = tl.constexpr(ROW)
-_ARMED = tl.constexpr(int(Word.ARMED))
-_FORWARD = tl.constexpr(int(Word.FORWARD))
-_SEQUENCE = tl.constexpr(int(Word.SEQUENCE))
 _DIGEST_SUM = tl.constexpr(int(Word.DIGEST_SUM))
 _ABANDONED = tl.constexpr(int(Word.ABANDONED))
-_SUSPECTS_DONE = tl.constexpr(int(Word.SUSPECTS_DONE))
-_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
-_SCRATCH_ROWS = tl.constexpr(SCRATCH_ROWS)
 _SEAL_LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.SEAL))
 _SCRUB_LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.SCRUB))
-_SEAL_ROLE = tl.constexpr(int(Role.SEAL))
 _HEADERS = tl.constexpr(int(StateWord.HEADERS))
 _SNAPSHOTS = tl.constexpr(int(StateWord.SNAPSHOTS))
 _HEADER_WORDS = tl.constexpr(int(StateWord.HEADER_WORDS))
-_REGION_ROW = tl.constexpr(REGION_ROW)
-_KIND = tl.constexpr(int(RegionWord.KIND))
 _GROUP = tl.constexpr(int(RegionWord.GROUP))
-_PART = tl.constexpr(int(RegionWord.PART))
-_ITEMS = tl.constexpr(int(RegionWord.ITEMS))
-_SLOTS = tl.constexpr(int(RegionWord.SLOTS))
-_SUMS = tl.constexpr(int(RegionWord.SUMS))
-_FLAGS = tl.constexpr(int(RegionWord.FLAGS))
 _RING = tl.constexpr(int(RegionWord.RING))
 _LINKS = tl.constexpr(int(RegionWord.LINKS))
-_SEALS = tl.constexpr(int(RegionWord.SEALS))
-_TOKENS_KIND = tl.constexpr(int(RegionKind.TOKENS))
-_SUSPECTS_KIND = tl.constexpr(int(RegionKind.SUSPECTS))
-_FIRST_SEALS = tl.constexpr(int(GroupWord.SEALS))
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_TAG = tl.constexpr(int(RowWord.TAG))
-_LOW = tl.constexpr(int(RowWord.LOW))
-_HIGH = tl.constexpr(int(RowWord.HIGH))
-_ROW_FLAGS = tl.constexpr(int(RowWord.FLAGS))
-_ANCHOR_POSITION = tl.constexpr(int(RowWord.ANCHOR_POSITION))
-_ANCHOR_DIGEST = tl.constexpr(int(RowWord.ANCHOR_DIGEST))
-_ROW_ARMED = tl.constexpr(int(RowFlag.ARMED))
 _HISTORY = tl.constexpr(HISTORY)
-_BATCH_WORDS = tl.constexpr(BATCH_WORDS)
-_B_ROW = tl.constexpr(int(BatchWord.ROW))
-_B_NEW = tl.constexpr(int(BatchWord.NEW))
-_B_CONTEXT = tl.constexpr(int(BatchWord.CONTEXT))
-_B_DIGEST = tl.constexpr(int(BatchWord.DIGEST))
-_B_SOURCE = tl.constexpr(int(BatchWord.SOURCE))
-_FROM_UNKNOWN = tl.constexpr(int(DigestSource.UNKNOWN))
-_FROM_HISTORY = tl.constexpr(int(DigestSource.HISTORY))
-_FROM_SLOTS = tl.constexpr(int(DigestSource.SLOTS))
-_FROM_SEED = tl.constexpr(int(DigestSource.SEED))
 _SEALED = tl.constexpr(int(Check.SEALED))
 _NONFINITE_KIND = tl.constexpr(int(Kind.NONFINITE))
 _NONFINITE_FLAG = tl.constexpr(int(SealFlag.NONFINITE) << FLAG_SHIFT)
@@ -101,12 +91,12 @@ _NONFINITE_FLAG = tl.constexpr(int(SealFlag.NONFINITE) << FLAG_SHIFT)
 def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, forward, count, report_nonfinite,
                  poison_at, NONFINITE: tl.constexpr, POISON: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
     g = tl.load(region + _GROUP)
-    part = tl.load(region + _PART)
+    part = tl.load(region + REGION_PART)
     ring = tl.load(region + _RING)
-    slots = words_at(tl.load(region + _SLOTS))
+    slots = words_at(tl.load(region + REGION_SLOTS))
     links = words_at(tl.load(region + _LINKS))
-    seals = words_at(tl.load(region + _SEALS))
-    sums, flags = words_at(tl.load(region + _SUMS)), words_at(tl.load(region + _FLAGS))
+    seals = words_at(tl.load(region + REGION_SEALS))
+    sums, flags = words_at(tl.load(region + REGION_SUMS)), words_at(tl.load(region + REGION_FLAGS))
     inside = t < count
     slot = tl.load(slots + t, mask=inside, other=NONE)
     row = tl.load(scratch_rows + t, mask=inside, other=NONE)
@@ -118,11 +108,11 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
     link = links + slot * 2
     old_word = tl.load(link, mask=written, other=0)
     old_digest = tl.load(link + 1, mask=written, other=0)
-    tag = tl.load(rows + tl.maximum(row, 0) * _ROW_WORDS + _TAG, mask=written, other=0)
+    tag = tl.load(rows + tl.maximum(row, 0) * ROW_WORDS + ROW_TAG, mask=written, other=0)
     clear_sums(sums, flags, t, inside, found, flawed, NONFINITE)
-    group = meta + (g + 1) * _STATE_ROW
+    group = meta + (g + 1) * STATE_ROW
     if (part == 0) & (ring != 0):
-        report_conflicts(counters, rows, meta, g, group, _SEAL_ROLE, t, count, slots, scratch_links, scratch_rows, POW2)
+        report_conflicts(counters, rows, meta, g, group, ROLE_SEAL, t, count, slots, scratch_links, scratch_rows, POW2)
     mine = written & (old_word == word) & (old_digest == digest)
     writer = writer_of(forward, tag)
     seal = seals + slot * 2
@@ -135,17 +125,17 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
             # The flag goes into a word that was just stored, perhaps by another thread.
             tl.debug_barrier()
             page = page_of(open_pool(group), slot, POW2)
-            owner = tl.load(words_at(tl.load(group + _OWNER_AT)) + page, mask=wrong, other=0)
-            first_part = words_at(tl.load(group + _FIRST_SEALS)) + slot * 2
+            owner = tl.load(words_at(tl.load(group + GROUP_OWNER)) + page, mask=wrong, other=0)
+            first_part = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
             old = tl.load(first_part + 1, mask=wrong, other=0, volatile=True)
             kind = t * 0 + _NONFINITE_KIND
             report(
-                counters, rows, meta, wrong, kind, _SEAL_ROLE, g, (first_part + 1).to(tl.int64),
+                counters, rows, meta, wrong, kind, ROLE_SEAL, g, (first_part + 1).to(tl.int64),
                 t * 0 + _NONFINITE_FLAG, row, slot, page, position_of(word), NONE, NONE, NONE, 0, 0, 0, 0, old, owner,
                 part, kind < 0,
             )  # fmt: skip
     if POISON:
-        first_part = words_at(tl.load(group + _FIRST_SEALS)) + slot * 2
+        first_part = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
         look_for_poison(
             counters, rows, meta, poison_at, g, group, part, first_part, t, mine, slot, row, word, forward, POW2
         )
@@ -154,28 +144,28 @@ def _seal_tokens(counters, rows, meta, region, t, scratch_links, scratch_rows, f
 @triton.jit
 def _commit_rows(rows, b, count, scratch_batch):
     """Advance the rows' lengths by what the model received."""
-    entry = scratch_batch + b * _BATCH_WORDS
+    entry = scratch_batch + b * BATCH_WORDS
     inside = b < count
-    row = tl.load(entry + _B_ROW, mask=inside, other=NONE)
-    new = tl.load(entry + _B_NEW, mask=inside, other=0)
-    context = tl.load(entry + _B_CONTEXT, mask=inside, other=0)
-    source = tl.load(entry + _B_SOURCE, mask=inside, other=0)
+    row = tl.load(entry + BATCH_ROW, mask=inside, other=NONE)
+    new = tl.load(entry + BATCH_NEW, mask=inside, other=0)
+    context = tl.load(entry + BATCH_CONTEXT, mask=inside, other=0)
+    source = tl.load(entry + BATCH_SOURCE, mask=inside, other=0)
     fed = inside & (row >= 0) & (new > 0)
-    words = rows + tl.where(fed, row, 0) * _ROW_WORDS
-    flags = tl.load(words + _ROW_FLAGS, mask=fed, other=0)
-    low = tl.load(words + _LOW, mask=fed, other=0)
-    known = fed & (source != _FROM_UNKNOWN)
+    words = rows + tl.where(fed, row, 0) * ROW_WORDS
+    flags = tl.load(words + ROW_FLAGS, mask=fed, other=0)
+    low = tl.load(words + ROW_LOW, mask=fed, other=0)
+    known = fed & (source != SOURCE_UNKNOWN)
     # An anchor digest of 0 says that the row went on without one: a base that comes later is not its start.
-    anchored = fed & ((source == _FROM_SLOTS) | (source == _FROM_UNKNOWN))
+    anchored = fed & ((source == SOURCE_SLOTS) | (source == SOURCE_UNKNOWN))
     high = context + new
-    low = tl.where(source == _FROM_HISTORY, low, context)
-    tl.store(words + _HIGH, tl.where(known, high, NONE), mask=fed)
-    tl.store(words + _LOW, tl.maximum(low, high - (_HISTORY - 1)), mask=known)
-    flags = tl.where(source == _FROM_SEED, flags | _ROW_ARMED, flags)
-    flags = tl.where(anchored, flags & ~_ROW_ARMED, flags)
-    tl.store(words + _ROW_FLAGS, flags, mask=fed)
-    tl.store(words + _ANCHOR_POSITION, context, mask=anchored)
-    tl.store(words + _ANCHOR_DIGEST, tl.load(entry + _B_DIGEST, mask=anchored, other=0), mask=anchored)
+    low = tl.where(source == SOURCE_HISTORY, low, context)
+    tl.store(words + ROW_HIGH, tl.where(known, high, NONE), mask=fed)
+    tl.store(words + ROW_LOW, tl.maximum(low, high - (_HISTORY - 1)), mask=known)
+    flags = tl.where(source == SOURCE_SEED, flags | ROW_FLAG_ARMED, flags)
+    flags = tl.where(anchored, flags & ~ROW_FLAG_ARMED, flags)
+    tl.store(words + ROW_FLAGS, flags, mask=fed)
+    tl.store(words + ROW_ANCHOR_POSITION, context, mask=anchored)
+    tl.store(words + ROW_ANCHOR_DIGEST, tl.load(entry + BATCH_DIGEST, mask=anchored, other=0), mask=anchored)
 
 
 @triton.jit
@@ -211,17 +201,17 @@ def close_forward(counters, place, forward, HEADER: tl.constexpr):
     headers, words, snapshots = place
     lane = tl.arange(0, HEADER)
     header = words_at(headers) + (forward % snapshots) * words
-    inside = (lane > _SEQUENCE) & (lane < words)
+    inside = (lane > WORD_SEQUENCE) & (lane < words)
     counted = tl.load(counters + lane, mask=inside, other=0, volatile=True)
     # A reader on another thread takes a header only if its sequence word equals its forward.
-    tl.store(header + _SEQUENCE, forward * 0)
+    tl.store(header + WORD_SEQUENCE, forward * 0)
     tl.debug_barrier()
     tl.store(header + lane, counted, mask=inside)
     tl.debug_barrier()
-    tl.atomic_add(counters + _SEQUENCE, 0, sem="acq_rel", scope="sys")
-    tl.store(header + _SEQUENCE, forward)
-    tl.store(counters + _FORWARD, forward + 1)
-    tl.store(counters + _SCRATCH_TOKENS, forward * 0)
+    tl.atomic_add(counters + WORD_SEQUENCE, 0, sem="acq_rel", scope="sys")
+    tl.store(header + WORD_SEQUENCE, forward)
+    tl.store(counters + WORD_FORWARD, forward + 1)
+    tl.store(counters + WORD_SCRATCH_TOKENS, forward * 0)
     reset_clock(counters, forward)
 
 
@@ -230,7 +220,7 @@ def abandon_kernel(counters_at: tl.int64, meta_at: tl.int64, HEADER: tl.constexp
     """End a forward that raised."""
     counters = words_at(counters_at)
     tl.atomic_add(counters + _ABANDONED, 1, sem="relaxed")
-    forward = tl.load(counters + _FORWARD)
+    forward = tl.load(counters + WORD_FORWARD)
     tl.debug_barrier()
     close_forward(counters, open_header(words_at(meta_at)), forward, HEADER)
 
@@ -255,15 +245,15 @@ def commit_kernel(
     step = tl.num_programs(0).to(tl.int64) * TILE
     begin = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE).to(tl.int64)
-    region = words_at(regions_at) + number * _REGION_ROW
+    region = words_at(regions_at) + number * REGION_ROW
     here = number < region_count
-    kind = tl.load(region + _KIND, mask=here, other=0)
-    part = tl.load(region + _PART, mask=here, other=0)
-    items = tl.load(region + _ITEMS, mask=here, other=0)
-    armed = tl.load(counters + _ARMED) != 0
-    forward = tl.load(counters + _FORWARD)
-    tokens = tl.load(counters + _SCRATCH_TOKENS)
-    batch_rows = tl.load(counters + _SCRATCH_ROWS)
+    kind = tl.load(region + REGION_KIND, mask=here, other=0)
+    part = tl.load(region + REGION_PART, mask=here, other=0)
+    items = tl.load(region + REGION_ITEMS, mask=here, other=0)
+    armed = tl.load(counters + WORD_ARMED) != 0
+    forward = tl.load(counters + WORD_FORWARD)
+    tokens = tl.load(counters + WORD_SCRATCH_TOKENS)
+    batch_rows = tl.load(counters + SCRATCH_ROWS)
     queued = tl.load(copy + 1)
     entries = queued - tl.load(copy)
     place = open_header(meta)
@@ -274,19 +264,19 @@ def commit_kernel(
         tl.atomic_add(counters + _SCRUB_LAUNCHES, scrubs, sem="relaxed")
     if armed:
         if here:
-            if kind == _TOKENS_KIND:
+            if kind == KIND_OF_TOKENS:
                 while begin < tokens:
                     _seal_tokens(
                         counters, rows, meta, region, begin + lane, scratch_links, scratch_rows, forward, tokens,
                         report_nonfinite, poison_at, NONFINITE, POISON, POW2,
                     )  # fmt: skip
                     begin += step
-            elif kind == _SUSPECTS_KIND:
+            elif kind == KIND_OF_SUSPECTS:
                 while begin < entries:
                     look_again(counters, rows, meta, region, begin + lane, copy, entries, NONFINITE)
                     begin += step
                 if first:
-                    tl.store(counters + _SUSPECTS_DONE, queued)
+                    tl.store(counters + WORD_SUSPECTS_DONE, queued)
             else:
                 while begin < items:
                     scrub_slots(counters, rows, meta, region, begin + lane, copy, NONFINITE, POW2)

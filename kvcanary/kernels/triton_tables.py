@@ -8,19 +8,24 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import MAX_INDEX, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.triton_constants import (
+    GROUP_NUM_PAGES,
+    GROUP_PAGE_SHIFT,
+    GROUP_PAGE_SIZE,
+    GROUP_RESERVED,
+    GROUP_RING,
+    ITEM_FIRST,
+    ITEM_FLAGS,
+    ITEM_WIDE,
+)
 from kvcanary.kernels.triton_words import NONE, OUTSIDE, divide, index_at
 
 _MAX_INDEX = tl.constexpr(MAX_INDEX)
-_NUM_PAGES = tl.constexpr(int(GroupWord.NUM_PAGES))
-_PAGE_SIZE = tl.constexpr(int(GroupWord.PAGE_SIZE))
-_PAGE_SHIFT = tl.constexpr(int(GroupWord.PAGE_SHIFT))
 _INDEX_STRIDE = tl.constexpr(int(GroupWord.INDEX_STRIDE))
 _INDEX_SHIFT = tl.constexpr(int(GroupWord.INDEX_SHIFT))
 _ENTRY_STRIDE = tl.constexpr(int(GroupWord.ENTRY_STRIDE))
 _ENTRY_SHIFT = tl.constexpr(int(GroupWord.ENTRY_SHIFT))
 _PAGE_LIMIT = tl.constexpr(int(GroupWord.PAGE_LIMIT))
-_RESERVED = tl.constexpr(int(GroupWord.RESERVED))
-_RING = tl.constexpr(int(GroupWord.RING))
 
 _ENTRIES = tl.constexpr(int(ItemWord.ENTRIES))
 _HEIGHT = tl.constexpr(int(ItemWord.HEIGHT))
@@ -28,11 +33,8 @@ _WIDTH = tl.constexpr(int(ItemWord.WIDTH))
 _ROW_STRIDE = tl.constexpr(int(ItemWord.ROW_STRIDE))
 _ROW_INDEX = tl.constexpr(int(ItemWord.ROW_INDEX))
 _ROW_OFFSETS = tl.constexpr(int(ItemWord.ROW_OFFSETS))
-_FIRST = tl.constexpr(int(ItemWord.FIRST))
 _TRANSLATION = tl.constexpr(int(ItemWord.TRANSLATION))
 _TRANSLATION_SIZE = tl.constexpr(int(ItemWord.TRANSLATION_SIZE))
-_WIDE = tl.constexpr(int(ItemWord.WIDE))
-_FLAGS = tl.constexpr(int(ItemWord.FLAGS))
 _PAGES = tl.constexpr(int(ItemFlag.PAGES))
 
 
@@ -46,9 +48,9 @@ def is_wide(wide, word: tl.constexpr):
 def open_pool(group):
     """What turns an index into a slot: a tuple for :func:`slot_of_index`."""
     return (
-        tl.load(group + _NUM_PAGES),
-        tl.load(group + _PAGE_SIZE),
-        tl.load(group + _PAGE_SHIFT),
+        tl.load(group + GROUP_NUM_PAGES),
+        tl.load(group + GROUP_PAGE_SIZE),
+        tl.load(group + GROUP_PAGE_SHIFT),
         tl.load(group + _INDEX_STRIDE),
         tl.load(group + _INDEX_SHIFT),
     )
@@ -57,22 +59,22 @@ def open_pool(group):
 @triton.jit
 def open_map(item):
     """The translation of a batch item: a tuple for :func:`translate`."""
-    wide = is_wide(tl.load(item + _WIDE), _TRANSLATION)
+    wide = is_wide(tl.load(item + ITEM_WIDE), _TRANSLATION)
     return tl.load(item + _TRANSLATION), tl.load(item + _TRANSLATION_SIZE), wide
 
 
 @triton.jit
 def open_table(group, item, b, POW2: tl.constexpr):
     """One batch row's part of a table: a tuple for :func:`index_of_position`. A row that is not there has no width."""
-    wide = tl.load(item + _WIDE)
+    wide = tl.load(item + ITEM_WIDE)
     height = tl.load(item + _HEIGHT)
     width = tl.load(item + _WIDTH)
-    page_size = tl.load(group + _PAGE_SIZE)
-    pages = tl.load(item + _FLAGS) & _PAGES
+    page_size = tl.load(group + GROUP_PAGE_SIZE)
+    pages = tl.load(item + ITEM_FLAGS) & _PAGES
     row_index = tl.load(item + _ROW_INDEX)
     offsets = tl.load(item + _ROW_OFFSETS)
-    firsts = tl.load(item + _FIRST)
-    ring = tl.where(height < 0, 0, tl.load(group + _RING))
+    firsts = tl.load(item + ITEM_FIRST)
+    ring = tl.where(height < 0, 0, tl.load(group + GROUP_RING))
     row = tl.where(row_index != 0, index_at(row_index, b, is_wide(wide, _ROW_INDEX), row_index != 0), b)
     begin = index_at(offsets, b, is_wide(wide, _ROW_OFFSETS), offsets != 0)
     end = index_at(offsets, b + 1, is_wide(wide, _ROW_OFFSETS), offsets != 0)
@@ -80,8 +82,8 @@ def open_table(group, item, b, POW2: tl.constexpr):
     known = (row >= 0) & (row < height)
     start = tl.where(height < 0, begin, tl.where(known, row * tl.load(item + _ROW_STRIDE), 0))
     width = tl.where(height < 0, flat_width, tl.where(known, width, 0))
-    first = index_at(firsts, b, is_wide(wide, _FIRST), (firsts != 0) & (ring == 0))
-    first_page = divide(first, page_size, tl.load(group + _PAGE_SHIFT), POW2)
+    first = index_at(firsts, b, is_wide(wide, ITEM_FIRST), (firsts != 0) & (ring == 0))
+    first_page = divide(first, page_size, tl.load(group + GROUP_PAGE_SHIFT), POW2)
     entry_wide = is_wide(wide, _ENTRIES)
     return (
         tl.load(item + _ENTRIES) + (start << (2 + entry_wide)),
@@ -160,10 +162,10 @@ def engine_index(index):
 @triton.jit
 def is_reserved(group, page):
     """Whether a page may be a trash or null page: whether it lies in one of the two ranges that hold them all."""
-    low0 = tl.load(group + _RESERVED).to(page.dtype)
-    end0 = tl.load(group + _RESERVED + 1).to(page.dtype)
-    low1 = tl.load(group + _RESERVED + 2).to(page.dtype)
-    end1 = tl.load(group + _RESERVED + 3).to(page.dtype)
+    low0 = tl.load(group + GROUP_RESERVED).to(page.dtype)
+    end0 = tl.load(group + GROUP_RESERVED + 1).to(page.dtype)
+    low1 = tl.load(group + GROUP_RESERVED + 2).to(page.dtype)
+    end1 = tl.load(group + GROUP_RESERVED + 3).to(page.dtype)
     return ((page >= low0) & (page < end0)) | ((page >= low1) & (page < end1))
 
 

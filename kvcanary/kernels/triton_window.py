@@ -7,7 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import ITEM_ROW, ROW, GroupWord, ItemWord
+from kvcanary.kernels.triton_constants import (
+    GROUP_OWNER,
+    GROUP_WORDS,
+    ITEM_FIRST,
+    ITEM_ROW,
+    ITEM_WIDE,
+    OWNER_TRASH,
+    STATE_ROW,
+    WORD_ARMED,
+    WORD_FORWARD,
+)
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_rows import batch_row
 from kvcanary.kernels.triton_tables import (
@@ -22,12 +32,8 @@ from kvcanary.kernels.triton_tables import (
     translate,
 )
 from kvcanary.kernels.triton_words import flag, index_at, state_of, words_at
-from kvcanary.state import GLOBAL_WORDS, GROUP_WORDS, OWNER_TRASH, VERIFIED, Check, Role, Word
+from kvcanary.state import GLOBAL_WORDS, VERIFIED, Check, Role, Word
 
-_STATE_ROW = tl.constexpr(ROW)
-_ITEM_ROW = tl.constexpr(ITEM_ROW)
-_ARMED = tl.constexpr(int(Word.ARMED))
-_FORWARD = tl.constexpr(int(Word.FORWARD))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.WINDOW))
 _SWA_FORWARD = tl.constexpr(int(Word.SWA_FORWARD))
 _SWA_DIVERGENCE = tl.constexpr(int(Word.SWA_DIVERGENCE))
@@ -35,11 +41,6 @@ _SWA_OUT_OF_WINDOW = tl.constexpr(int(Word.SWA_OUT_OF_WINDOW))
 _SWA_FULL = tl.constexpr(int(Word.SWA_FULL))
 _SWA_WINDOW = tl.constexpr(int(Word.SWA_WINDOW))
 _LINKS = tl.constexpr(GLOBAL_WORDS + VERIFIED + int(Check.LINKS))
-_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
-_OWNER_AT = tl.constexpr(int(GroupWord.OWNER))
-_FIRST = tl.constexpr(int(ItemWord.FIRST))
-_WIDE = tl.constexpr(int(ItemWord.WIDE))
-_TRASH = tl.constexpr(OWNER_TRASH)
 
 
 @triton.jit
@@ -61,28 +62,28 @@ def window_kernel(
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     counters = words_at(counters_at)
-    forward = tl.load(counters + _FORWARD)
+    forward = tl.load(counters + WORD_FORWARD)
     if forward % every != 0:
         return
     if (b == 0) & (part == 0):
         tl.atomic_add(counters + _LAUNCHES, 1, sem="relaxed")
-    if (tl.load(counters + _ARMED) == 0) | (both == 0):
+    if (tl.load(counters + WORD_ARMED) == 0) | (both == 0):
         return
     meta = words_at(meta_at)
     totals = words_at(totals_at)
-    full_item = words_at(items_at) + full * _ITEM_ROW
-    swa_item = words_at(items_at) + swa * _ITEM_ROW
-    full_group = meta + (full + 1) * _STATE_ROW
-    swa_group = meta + (swa + 1) * _STATE_ROW
+    full_item = words_at(items_at) + full * ITEM_ROW
+    swa_item = words_at(items_at) + swa * ITEM_ROW
+    full_group = meta + (full + 1) * STATE_ROW
+    swa_group = meta + (swa + 1) * STATE_ROW
     live, _row, _first, _end, context = batch_row(
         b, batch_rows, starts, contexts, request_rows, num_requests, wide, max_rows
     )
     context = tl.where(live, context, 0)
     full_table = open_table(full_group, full_item, b, POW2)
     swa_table = open_table(swa_group, swa_item, b, POW2)
-    firsts = tl.load(swa_item + _FIRST)
-    first = index_at(firsts, b, is_wide(tl.load(swa_item + _WIDE), _FIRST), firsts != 0)
-    owners = words_at(tl.load(swa_group + _OWNER_AT))
+    firsts = tl.load(swa_item + ITEM_FIRST)
+    first = index_at(firsts, b, is_wide(tl.load(swa_item + ITEM_WIDE), ITEM_FIRST), firsts != 0)
+    owners = words_at(tl.load(swa_group + GROUP_OWNER))
     lane = tl.arange(0, TILE).to(tl.int64)
     outside = tl.zeros([TILE], tl.int64)
     diverging = tl.zeros([TILE], tl.int64)
@@ -94,7 +95,7 @@ def window_kernel(
         in_swa, page = _slot(swa_group, swa_item, swa_table, p, inside, POW2)
         mapped = inside & (in_swa >= 0)
         owner = tl.load(owners + page, mask=mapped & is_reserved(swa_group, page), other=0)
-        mapped = mapped & (state_of(owner) < _TRASH) & (flag(firsts == 0) | (p >= first))
+        mapped = mapped & (state_of(owner) < OWNER_TRASH) & (flag(firsts == 0) | (p >= first))
         outside += (inside & (mapped == 0)).to(tl.int64)
         diverging += (mapped & (in_swa != in_full)).to(tl.int64)
         start += tl.num_programs(1).to(tl.int64) * TILE
@@ -106,8 +107,8 @@ def window_kernel(
         tl.store(counters + _SWA_OUT_OF_WINDOW, tl.load(totals, volatile=True))
         tl.store(counters + _SWA_DIVERGENCE, tl.load(totals + 1, volatile=True))
         tl.store(counters + _SWA_FORWARD, forward)
-        tl.store(counters + _SWA_FULL, tl.load(counters + full * _GROUP_WORDS + _LINKS))
-        tl.store(counters + _SWA_WINDOW, tl.load(counters + swa * _GROUP_WORDS + _LINKS))
+        tl.store(counters + _SWA_FULL, tl.load(counters + full * GROUP_WORDS + _LINKS))
+        tl.store(counters + _SWA_WINDOW, tl.load(counters + swa * GROUP_WORDS + _LINKS))
         tl.store(totals, forward * 0)
         tl.store(totals + 1, forward * 0)
         tl.store(totals + 2, forward * 0)

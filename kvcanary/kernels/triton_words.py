@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import StateWord
+from kvcanary.kernels.triton_constants import GROUP_WORDS, ROW_FLAGS, ROW_TAG, ROW_WORDS, WORD_FORWARD, WORD_SEQUENCE
 from kvcanary.record import CODE_BITS, FLAG_SHIFT, MAX_TAG, NUM_KINDS, SALTED, TAG_SHIFT
 from kvcanary.state import (
     GLOBAL_WORDS,
-    GROUP_WORDS,
     KIND_COUNTS,
     REPEATS,
-    ROW_WORDS,
     UNVERIFIED,
     VERIFIED,
     VIOLATION_WORDS,
@@ -38,19 +37,13 @@ _SALTED = tl.constexpr(SALTED)
 _CODE_BITS = tl.constexpr(CODE_BITS)
 _NUM_KINDS = tl.constexpr(NUM_KINDS)
 
-_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
 _REPEATS = tl.constexpr(GLOBAL_WORDS + REPEATS)
 _KIND_COUNTS = tl.constexpr(GLOBAL_WORDS + KIND_COUNTS)
 _VERIFIED = tl.constexpr(GLOBAL_WORDS + VERIFIED)
 _UNVERIFIED = tl.constexpr(GLOBAL_WORDS + UNVERIFIED)
 _STORED = tl.constexpr(int(Word.STORED))
-_FORWARD = tl.constexpr(int(Word.FORWARD))
 _HIGHEST = tl.constexpr(1 << 30)
-_FENCE = tl.constexpr(int(Word.SEQUENCE))
 
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_ROW_TAG = tl.constexpr(int(RowWord.TAG))
-_ROW_FLAGS = tl.constexpr(int(RowWord.FLAGS))
 _ROW_REPORTED = tl.constexpr(int(RowWord.REPORTED))
 _TAINTED = tl.constexpr(int(RowFlag.TAINTED))
 
@@ -185,13 +178,13 @@ def is_sealed(writer):
 @triton.jit
 def count_verified(counters, group, check, amount):
     """Add to a group's count of what was verified; free when there is nothing to add."""
-    tl.atomic_add(counters + _VERIFIED + group * _GROUP_WORDS + check, amount, mask=amount != 0, sem="relaxed")
+    tl.atomic_add(counters + _VERIFIED + group * GROUP_WORDS + check, amount, mask=amount != 0, sem="relaxed")
 
 
 @triton.jit
 def count_unverified(counters, group, reason, amount):
     """Add to a group's count of what was not verified."""
-    tl.atomic_add(counters + _UNVERIFIED + group * _GROUP_WORDS + reason, amount, mask=amount != 0, sem="relaxed")
+    tl.atomic_add(counters + _UNVERIFIED + group * GROUP_WORDS + reason, amount, mask=amount != 0, sem="relaxed")
 
 
 @triton.jit
@@ -231,8 +224,8 @@ def report(
     row = lane + row
     old = tl.atomic_or(words_at(reported), bit, mask=mask, sem="relaxed")
     fresh = mask & ((old & bit) == 0)
-    tl.atomic_add(counters + _REPEATS + group * _GROUP_WORDS + lane, one, mask=mask & ((old & bit) != 0), sem="relaxed")
-    count = tl.atomic_add(counters + _KIND_COUNTS + group * _GROUP_WORDS + kind, one, mask=fresh, sem="relaxed")
+    tl.atomic_add(counters + _REPEATS + group * GROUP_WORDS + lane, one, mask=mask & ((old & bit) != 0), sem="relaxed")
+    count = tl.atomic_add(counters + _KIND_COUNTS + group * GROUP_WORDS + kind, one, mask=fresh, sem="relaxed")
     acked = words_at(tl.load(meta + _ACKED))
     seen = tl.load(acked + group * _NUM_KINDS + kind, mask=fresh, other=0, volatile=True)
     stored = fresh & (count - seen < tl.load(meta + _QUOTA))
@@ -242,9 +235,9 @@ def report(
     written = stored & (number - taken < capacity)
 
     named = row >= 0
-    words = rows + row * _ROW_WORDS
-    tag = tl.load(words + _ROW_TAG, mask=written & named, other=0)
-    flags = tl.load(words + _ROW_FLAGS, mask=written & named, other=0, volatile=True)
+    words = rows + row * ROW_WORDS
+    tag = tl.load(words + ROW_TAG, mask=written & named, other=0)
+    flags = tl.load(words + ROW_FLAGS, mask=written & named, other=0, volatile=True)
     out = words_at(tl.load(meta + _VIOLATIONS)) + (number % capacity) * _VIOLATION_WORDS
     tl.store(out + _KIND, kind, mask=written)
     tl.store(out + _ROLE, lane + role, mask=written)
@@ -263,13 +256,13 @@ def report(
     tl.store(out + _FINGERPRINT_FOUND, lane + fingerprint_found, mask=written)
     tl.store(out + _WRITER, lane + writer, mask=written)
     tl.store(out + _OWNER, lane + owner, mask=written)
-    tl.store(out + _VIOLATION_FORWARD, lane + tl.load(counters + _FORWARD), mask=written)
+    tl.store(out + _VIOLATION_FORWARD, lane + tl.load(counters + WORD_FORWARD), mask=written)
     tl.store(out + _PART, lane + part, mask=written)
     tl.store(out + _VIOLATION_TAINTED, ((flags & _TAINTED) != 0).to(tl.int64), mask=written)
     # An atomic that adds nothing is the fence: the sequence word must not overtake the row on its way to the host.
-    tl.atomic_add(counters + _FENCE + lane, lane, mask=written, sem="acq_rel", scope="sys")
+    tl.atomic_add(counters + WORD_SEQUENCE + lane, lane, mask=written, sem="acq_rel", scope="sys")
     tl.store(out, number + 1, mask=written)
-    tl.atomic_or(words + _ROW_FLAGS, lane + _TAINTED, mask=mask & named & taints, sem="relaxed")
+    tl.atomic_or(words + ROW_FLAGS, lane + _TAINTED, mask=mask & named & taints, sem="relaxed")
 
 
 @triton.jit
@@ -283,4 +276,4 @@ def lowest_fault(faults):
 @triton.jit
 def row_flag(rows, row, lane):
     """Address of the word that remembers what was reported about a row."""
-    return (rows + row * _ROW_WORDS + _ROW_REPORTED).to(tl.int64) + lane
+    return (rows + row * ROW_WORDS + _ROW_REPORTED).to(tl.int64) + lane
