@@ -15,7 +15,10 @@ from kvcanary.cli.selftest_faults import disturb
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.record import NUM_KINDS, Kind
 from kvcanary.state import (
+    GLOBAL_WORDS,
+    GROUP_WORDS,
     KIND_COUNTS,
+    REPEATS,
     SUSPECT_ROWS,
     VERIFIED,
     Check,
@@ -225,14 +228,14 @@ def _contents(state: DeviceState, tokens: int, rows: int) -> dict[str, torch.Ten
     slot is the one that is reported.
     """
     tensors = {
-        "counters": state.counters,
+        "counters": _without_speaker(state.counters),
         "rows": state.rows,
         "history": state.history,
         "scratch_slots": state.scratch_slots[:, :tokens],
         "scratch_links": state.scratch_links[:tokens],
         "scratch_rows": state.scratch_rows[:tokens],
         "scratch_batch": state.scratch_batch[:rows],
-        "headers": state.headers,
+        "headers": _without_speaker(state.headers),
         "outbox": state.outbox,
         "suspects": _suspects(state),
     }
@@ -240,6 +243,18 @@ def _contents(state: DeviceState, tokens: int, rows: int) -> dict[str, torch.Ten
         records = state.groups[space]
         tensors |= {f"links{space}": records.links, f"seals{space}": records.seals, f"owner{space}": records.owner}
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _without_speaker(words: torch.Tensor) -> torch.Tensor:
+    """Counters or headers whose counts of violations are added up over groups.
+
+    What is wrong with one row in several groups is reported by the first to see it, and a GPU looks at all at once.
+    """
+    words = words.detach().clone()
+    groups = words[..., GLOBAL_WORDS:].unflatten(-1, (-1, GROUP_WORDS))
+    groups[..., 0, REPEATS:] = groups[..., REPEATS:].sum(-2)
+    groups[..., 1:, REPEATS:] = 0
+    return words
 
 
 def _suspects(state: DeviceState) -> torch.Tensor:
@@ -255,7 +270,8 @@ def _violations(state: DeviceState) -> Counter[tuple[int, ...]]:
     for row in state.violations[:stored].tolist():
         kind = row[ViolationWord.KIND]
         subject = row[ViolationWord.SLOT if kind in SLOT_KINDS else ViolationWord.ROW]
-        found[kind, row[ViolationWord.ROLE], row[ViolationWord.GROUP], row[ViolationWord.FORWARD], subject] += 1
+        group = row[ViolationWord.GROUP] if kind in SLOT_KINDS else 0
+        found[kind, row[ViolationWord.ROLE], group, row[ViolationWord.FORWARD], subject] += 1
     return found
 
 

@@ -41,13 +41,26 @@ def scrub(launch: Launch, budget: int, readers: Readers) -> None:
     """Read the queue, then about ``budget`` bytes: of each slot space a share by its size, and at least one slot."""
     layout = launch.state.layout
     spaces = sorted(set(layout.spaces))
-    _scrub_queue(launch, spaces, readers)
     sizes = {g: layout.groups[g].num_slots * layout.groups[g].token_bytes for g in spaces}
     total = sum(sizes.values())
-    for g in spaces:
-        share = budget * sizes[g] // total
-        count = min(max(share // layout.groups[g].token_bytes, 1), layout.groups[g].num_slots)
-        _scrub_space(launch, g, count, readers)
+    counts = {
+        g: min(max(budget * sizes[g] // total // layout.groups[g].token_bytes, 1), layout.groups[g].num_slots)
+        for g in spaces
+    }
+    # Before the queue is worked through, since a slot may be in both, and both may be looked at at once.
+    walks = {g: _walk(launch, g, counts[g]) for g in spaces}
+    _scrub_queue(launch, spaces, readers)
+    for g, (slots, writers) in walks.items():
+        _scrub_space(launch, g, slots, writers, readers)
+
+
+def _walk(launch: Launch, g: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next slots of a space, and their writer words ``[parts, slots]``."""
+    state = launch.state
+    cursor = launch[group_base(g) + SCRUB_CURSOR]
+    places = torch.arange(cursor, cursor + count, device=state.counters.device)
+    slots = places % state.layout.groups[g].num_slots
+    return slots, state.groups[g].seals[:, slots, 1]
 
 
 def enqueue(launch: Launch, space: int, part: int, slots: torch.Tensor) -> None:
@@ -88,9 +101,9 @@ def _look_again(launch: Launch, space: int, part: int, slots: torch.Tensor, read
     wrong = found != words[:, 0]
     twice = wrong & ((words[:, 1] & _SUSPECT) != 0)
     seals[slots, 1] = torch.where(wrong, words[:, 1] | _SUSPECT, words[:, 1] & ~_SUSPECT)
-    once = (wrong & ~twice).nonzero().squeeze(1)
+    once = slots[wrong & ~twice].unique()
     if once.numel():
-        enqueue(launch, space, part, slots[once])
+        enqueue(launch, space, part, once)
     fields = {
         V.SLOT: slots,
         V.PAGE: divide(slots, launch.state.layout.groups[space].page_size),
@@ -102,26 +115,25 @@ def _look_again(launch: Launch, space: int, part: int, slots: torch.Tensor, read
     report(launch, Kind.CONTENT, space, fields, twice, flag_part=part)
 
 
-def _scrub_space(launch: Launch, g: int, count: int, readers: Readers) -> None:
-    state, group, base = launch.state, launch.state.layout.groups[g], group_base(g)
+def _scrub_space(launch: Launch, g: int, slots: torch.Tensor, writers: torch.Tensor, readers: Readers) -> None:
+    group, base, count = launch.state.layout.groups[g], group_base(g), slots.numel()
     cursor = launch[base + SCRUB_CURSOR]
-    slots = torch.arange(cursor, cursor + count, device=state.counters.device) % group.num_slots
-    for part in range(state.groups[g].seals.shape[0]):
-        _scrub_part(launch, g, part, slots, readers)
+    for part, words in enumerate(writers):
+        _scrub_part(launch, g, part, slots, words, readers)
     if cursor + count >= group.num_slots:
         launch[base + SCRUB_PASSES] += 1
         launch[base + SCRUB_PASS_FORWARD] = launch.forward
     launch[base + SCRUB_CURSOR] = (cursor + count) % group.num_slots
 
 
-def _scrub_part(launch: Launch, g: int, part: int, slots: torch.Tensor, readers: Readers) -> None:
+def _scrub_part(launch: Launch, g: int, part: int, slots: torch.Tensor, words: torch.Tensor, readers: Readers) -> None:
     records = launch.state.groups[g]
     seals = records.seals[part]
-    words = seals[slots, 1]
     due = slots[sealed(words).logical_and_((words & _SKIPPED) == 0)]
     if due.numel():
         launch.verified(g, Check.CONTENT, due.numel())
         wrong = due[readers(g, part).fingerprints(due) != seals[due, 0]]
+        wrong = wrong[(seals[wrong, 1] & _SUSPECT) == 0]  # else the queue's look has just put it there
         if wrong.numel():
             seals[wrong, 1] |= _SUSPECT
             enqueue(launch, g, part, wrong)

@@ -60,12 +60,15 @@ class Planner:
         self._slots = state.scratch_slots
         self._workspace = workspace
         self._plans: dict[tuple[str, int, int], Plan] = {}
+        self._recorded: set[tuple[str, int, int]] = set()
+        """plans whose rows graphs alone have written so far"""
 
     def plan(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
         """The regions of a seal of ``part`` with up to ``tokens`` tokens and a scrub."""
         key = (part, round_up(tokens), scrub_bytes)
         plan = self._plans.get(key)
-        if plan is None:
+        if plan is None or key in self._recorded:
+            (self._recorded.add if self._workspace.capturing() else self._recorded.discard)(key)
             plan = self._plans[key] = self._make(*key)
         return plan
 

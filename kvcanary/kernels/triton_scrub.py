@@ -112,17 +112,19 @@ def look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.co
     seal += part * tl.load(group + GROUP_NUM_SLOTS, mask=inside, other=0) * 2
     wanted = tl.load(seal, mask=inside, other=0)
     writer = tl.load(seal + 1, mask=inside, other=0)
-    sealed = inside & is_sealed(tl.load(words_at(tl.load(region + REGION_WRITERS)) + item, mask=inside, other=0))
+    # As it was before this launch: the walk, in other programs, may come upon the same slot now.
+    before = tl.load(words_at(tl.load(region + REGION_WRITERS)) + item, mask=inside, other=0)
+    sealed = inside & is_sealed(before)
     clear_sums(sums, flags, item, inside, found, flawed, NONFINITE)
     one = item * 0 + 1
     count_unverified(counters, space, _UNSEALED, tl.where(inside & (sealed == 0), one, 0))
     count_verified(counters, space, _CONTENT_CHECK, tl.where(sealed, one, 0))
-    suspect = (writer & _SUSPECT_FLAG) != 0
+    suspect = (before & _SUSPECT_FLAG) != 0
     wrong = sealed & (found != wanted)
     tl.atomic_and(seal + 1, one * 0 + ~_SUSPECT_FLAG, mask=sealed & (wrong == 0) & suspect, sem="relaxed")
     once = wrong & (suspect == 0)
-    tl.atomic_or(seal + 1, one * 0 + _SUSPECT_FLAG, mask=once, sem="relaxed")
-    enqueue(counters, meta, entry, once)
+    old = tl.atomic_or(seal + 1, one * 0 + _SUSPECT_FLAG, mask=once, sem="relaxed")
+    enqueue(counters, meta, entry, once & ((old & _SUSPECT_FLAG) == 0))
     twice = wrong & suspect
     if tl.max(twice.to(tl.int32), 0) > 0:
         link = words_at(tl.load(group + GROUP_LINKS, mask=twice, other=0)) + slot * 2
@@ -161,7 +163,7 @@ def scrub_slots(counters, rows, meta, region, item, copy, NONFINITE: tl.constexp
     reserved = inside & is_reserved_in(region, page)
     owner = tl.load(owners + page, mask=reserved, other=0)
     clear_sums(sums, flags, item, inside, found, flawed, NONFINITE)
-    due = inside & is_sealed(before) & ((writer & (_SUSPECT_FLAG | _CONTENT_FLAG)) == 0)
+    due = inside & is_sealed(before) & ((before & (_SUSPECT_FLAG | _CONTENT_FLAG)) == 0)
     count_verified(counters, space, _CONTENT_CHECK, count_lanes(due))
     wrong = due & (found != wanted)
     old = tl.atomic_or(seal + 1, item * 0 + _SUSPECT_FLAG, mask=wrong, sem="relaxed")

@@ -112,6 +112,11 @@ DESCRIBED = 14
 """Words of a row that one launch writes at most."""
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured in a graph: what is launched now runs at its replays."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class RowSets:
     """Descriptor rows on the device, remembered by what they say.
 
@@ -126,14 +131,17 @@ class RowSets:
         self._describe = describe
         self._known: dict[tuple[object, ...], int] = {}
         self._kept: set[tuple[object, ...]] = set()
+        self._recorded: set[tuple[object, ...]] = set()
+        """written by graphs alone so far: until one of them is replayed they say nothing"""
         self._chunks: list[torch.Tensor] = []
         self._free: list[int] = []
 
     def find(self, rows: tuple[tuple[int, ...], ...], *, keep: bool) -> int:
         """The address of a set of rows."""
         address = self._known.get(rows)
-        if address is None:
-            address = self._take()
+        if address is None or rows in self._recorded:
+            (self._recorded.add if is_capturing(self._device) else self._recorded.discard)(rows)
+            address = self._take() if address is None else address
             for i, words in enumerate(rows):
                 for at in range(0, len(words), DESCRIBED):
                     some = words[at : at + DESCRIBED]
@@ -232,7 +240,7 @@ class Workspace:
 
     def __init__(self, state: DeviceState, tuning: Tuning) -> None:
         layout, device = state.layout, state.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise ConfigError(
                 "the triton kernels meet this state for the first time while a CUDA graph is captured; run one "
                 "forward, or TritonKernels.prepare(state), before the capture"
@@ -271,6 +279,8 @@ class Workspace:
         self.queue_copy = torch.zeros(COPY_WORDS, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(8, dtype=torch.int64, device=device)
         self.scrub_sums: dict[tuple[int, int], torch.Tensor] = {}
+        self._unset: set[tuple[int, int]] = set()
+        """sums that graphs alone have set to zero so far"""
 
     def _describe_sources(self, state: DeviceState) -> None:
         layout = state.layout
@@ -336,7 +346,7 @@ class Workspace:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
     def item_rows(self, batch: ForwardBatch) -> int:
         """Address of the rows that describe the groups' parts of a batch."""
@@ -348,7 +358,12 @@ class Workspace:
         sums = self.scrub_sums.get((space, part))
         if sums is None or sums.shape[1] < count:
             # Graphs may still use the smaller ones.
-            sums = torch.zeros(3, count, dtype=torch.int64, device=self.device)
+            sums = torch.empty(3, count, dtype=torch.int64, device=self.device)
             self.scrub_sums[space, part] = sums
             self._tensors.append(sums)
+            self._unset.add((space, part))
+        if (space, part) in self._unset:
+            sums.zero_()
+            if not self.capturing():
+                self._unset.discard((space, part))
         return sums
