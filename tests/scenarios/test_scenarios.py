@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvcanary.events import IncidentOpened
 from kvcanary.faults.scenario.parse import KINDS, REFUSALS, Scenario, load
-from kvcanary.faults.scenario.verdict import Verdict, judge
+from kvcanary.faults.scenario.play import play
+from kvcanary.faults.scenario.verdict import Verdict, judge, watched_on
 from kvcanary.observers.explain import docs_link
 
 HERE = Path(__file__).parent
@@ -108,6 +110,14 @@ def cases_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HERE).as_posix())
 def test_what_a_file_expects_is_reported_and_nothing_else(path: Path) -> None:
     assert [problem for verdict in verdicts(path) for problem in verdict.problems] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HERE).as_posix())
+def test_a_twin_is_silent_with_poison_too(path: Path) -> None:
+    twin = scenario(path).twin
+    if twin is not None:
+        poisoned = replace(twin, settings={**twin.settings, "poison": "full"})
+        assert play(scenario(path), watched_on(poisoned)).findings == ()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(HERE).as_posix())
