@@ -169,7 +169,8 @@ def _print(results: Sequence[Result], *, verbose: bool) -> None:
         for line in _traces(result):
             console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("file", "expected", "found", "verdict"):
+    table.add_column("file", no_wrap=True)
+    for column in ("expected", "found", "verdict"):
         table.add_column(column, overflow="fold")
     for result in results:
         *words, marks = _line(result)
