@@ -112,6 +112,9 @@ DESCRIBED = 14
 """Words of a row that one launch writes at most."""
 
 
+_NO_ITEM = (0,) * ITEM_ROW
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured in a graph: what is launched now runs at its replays."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -350,7 +353,8 @@ class Workspace:
 
     def item_rows(self, batch: ForwardBatch) -> int:
         """Address of the rows that describe the groups' parts of a batch."""
-        rows = tuple([() if item is None else item_row(item, batch.num_rows) for item in batch.groups])
+        # Also of groups that take no part: kernels load addresses from a row before they look whether it counts.
+        rows = tuple([_NO_ITEM if item is None else item_row(item, batch.num_rows) for item in batch.groups])
         return self.items.find(rows, keep=self.capturing())
 
     def scrub_sums_of(self, space: int, part: int, count: int) -> torch.Tensor:

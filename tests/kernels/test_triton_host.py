@@ -53,6 +53,16 @@ def test_a_described_row_is_written_once() -> None:
     assert [row[:4] for row in writes.rows] == [(first, 2, 1, 2), (sets.find(((1, 3),), keep=False), 2, 1, 3)]
 
 
+def test_the_row_of_a_group_that_takes_no_part_holds_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, -1, **how))  # memory as it is found
+    world = World(1, (GroupSpec(page_size=4, pages=40),), plain=True)
+    request, facts = world.admit()
+    workspace = Workspace(world.new_state(), INTERPRETED)
+    workspace.item_rows(replace(world.plan([(request, 0, 4)], facts).batch, groups=(None,)))
+    (rows,) = workspace.items._chunks
+    assert (rows == 0).all(1).sum() == 1
+
+
 def test_a_long_row_is_written_in_pieces_that_stay_within_it() -> None:
     writes = Writes()
     sets = RowSets(1, 32, CPU, writes)  # type: ignore[arg-type]
