@@ -156,6 +156,29 @@ def test_a_flipped_byte_is_found_at_the_second_look(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", [(1 << 31) - 1, 1 << 31, (1 << 32) + 5, 1 << 40, (1 << 62) // 4096])
+def test_an_index_that_does_not_fit_32_bits_is_out_of_range_and_never_followed(index: int, device: str) -> None:
+    pair = Pair(World(4, (GroupSpec(page_size=4, pages=40),), device=device, plain=True))
+    request, facts = pair.world.admit()
+    pair.run(pair.world.plan([(request, 0, 10)], facts))
+    for spoil in ("table", "mapping"):
+        step = pair.world.plan([(request, request.length, 1)])
+        (item,) = step.batch.groups
+        assert item is not None
+        assert item.table is not None
+        assert item.slot_mapping is not None
+        if spoil == "table":
+            item.table.entries[0, 1] = index
+        else:
+            item.slot_mapping[0] = index
+        pair.run(step)
+    assert "SLOT_RANGE" in kinds(pair.found)
+    assert kinds(pair.found) == kinds(pair.wanted)
+    assert torch.equal(pair.found.counters.cpu(), pair.wanted.counters.cpu())
+    assert torch.equal(pair.found.groups[0].links, pair.wanted.groups[0].links)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_padding_without_any_row_comes_to_an_end(device: str) -> None:
     pair = Pair(World(9, (GroupSpec(page_size=4, pages=40),), device=device, plain=True))
     step = pair.world.plan([])
