@@ -58,7 +58,9 @@ class Case:
     Attributes:
         sides: the reference first.
         broken: what was disturbed so far, in words.
-        poisoned: write no numbers into this many new slots of the next forward.
+        poison: what both sides place.
+        spoiled: write no numbers into this many new slots of the next forward.
+        dropped: write nothing into this many.
     """
 
     def __init__(self, seed: int, reference: Kernels, candidate: Kernels, device: str) -> None:
@@ -74,7 +76,9 @@ class Case:
             ring_quota=3 if self.crowded else 4096,
             snapshots=4,
             head_entries=300 if self.rng.random() < 0.2 else 1 << 20,
+            poison=self.rng.choice(("off", "sample", "full")),
         )
+        self.poison = limits.poison
         self.sides = tuple(
             Side(kernels, DeviceState(_layout(self.shapes, where, seed), self.keys, limits), where)
             for kernels, where in ((reference, "cpu"), (candidate, device))
@@ -92,7 +96,8 @@ class Case:
         )
         self._bytes = torch.Generator().manual_seed(seed)
         self.broken: list[str] = []
-        self.poisoned = 0
+        self.spoiled = 0
+        self.dropped = 0
 
     @property
     def layout(self) -> PoolLayout:
@@ -103,10 +108,15 @@ class Case:
         """The model's part: new bytes in the slots of the new tokens, the same on both sides."""
         for group, slots in enumerate(forward.writes):
             if slots:
-                self._fill(group, torch.tensor(slots))
-                for slot in slots[: self.poisoned]:
-                    self.poison(group, slot)
-        self.poisoned = 0
+                self._fill(group, torch.tensor(slots[self.dropped :], dtype=torch.int64))
+                for slot in slots[: self.spoiled]:
+                    self.spoil(group, slot)
+        self.spoiled = self.dropped = 0
+
+    def filling(self, facts: Sequence[DeviceFact]) -> list[DeviceFact]:
+        """What fills the pages that ``facts`` hand out."""
+        handed_out = [fact for fact in facts if fact.op is FactOp.ALLOC] if self.poison == "full" else []
+        return [DeviceFact(FactOp.POISON, group=fact.group, pages=fact.pages) for fact in handed_out]
 
     def extra_facts(self) -> list[DeviceFact]:
         """Facts that engines send now and then, on random pages."""
@@ -145,7 +155,7 @@ class Case:
                 where = _addresses(source, slots, run)
                 for side in self.sides:
                     twin = side.state.layout.groups[space].sources[number]
-                    _flat(twin)[where.to(side.device)] = new.to(side.device)
+                    storage_of(twin)[where.to(side.device)] = new.to(side.device)
 
     def flip_byte(self, group: int, slot: int) -> None:
         """Change one byte of one source of a slot."""
@@ -157,9 +167,9 @@ class Case:
         for side in self.sides:
             source = side.state.layout.groups[space].sources[number]
             where = int(_addresses(source, torch.tensor([slot]), run)[0, byte])
-            _flat(source)[where] ^= bits
+            storage_of(source)[where] ^= bits
 
-    def poison(self, group: int, slot: int) -> None:
+    def spoil(self, group: int, slot: int) -> None:
         """All ones: not a number in every floating type."""
         self._fill(group, torch.tensor([slot]), value=0xFF)
 
@@ -290,7 +300,7 @@ def _addresses(source: KVSource, slots: torch.Tensor, run: Run) -> torch.Tensor:
     return first[:, None] + torch.arange(run.num_bytes)
 
 
-def _flat(source: KVSource) -> torch.Tensor:
+def storage_of(source: KVSource) -> torch.Tensor:
     """The source's bytes from the tensor's first one on, as a view that can be written."""
     tensor = source.tensor
     base = tensor.storage_offset() * tensor.element_size()

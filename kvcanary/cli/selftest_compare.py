@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from kvcanary.cli.benches.traffic import Forward
-from kvcanary.cli.selftest_cases import Case, Side, to_device
+from kvcanary.cli.selftest_cases import Case, Side, storage_of, to_device
 from kvcanary.cli.selftest_faults import disturb
 from kvcanary.kernels import DeviceFact, FactOp
+from kvcanary.layout import DEFAULT_PART
 from kvcanary.record import NUM_KINDS, Kind
 from kvcanary.state import (
     GLOBAL_WORDS,
@@ -87,7 +88,11 @@ class Comparison:
         forward = case.traffic.next()
         if self._dirty and rng.random() < 0.5:
             forward = disturb(case, forward)
-        facts = [*forward.facts, *(case.extra_facts() if self._dirty and rng.random() < 0.4 else ())]
+        facts = [
+            *forward.facts,
+            *case.filling(forward.facts),
+            *(case.extra_facts() if self._dirty and rng.random() < 0.4 else ()),
+        ]
         if facts:
             self._do("facts", lambda side: side.kernels.facts(side.state, to_device(facts, side.device)))
         self._entry(forward)
@@ -105,11 +110,15 @@ class Comparison:
         layout = self._case.layout
         full = [i for i, group in enumerate(layout.groups) if group.ring is None]
         rings = [i for i, group in enumerate(layout.groups) if group.ring is not None]
+        poison = DEFAULT_PART if self._case.poison != "off" else ""
         batches = {id(side): to_device(forward.batch, side.device) for side in self._case.sides}
         self._tokens, self._rows = forward.batch.num_tokens, forward.batch.num_rows
 
         def mark(groups: list[int], *, first: bool) -> None:
-            self._do("mark", lambda side: side.kernels.mark(side.state, batches[id(side)], groups, first=first))
+            self._do(
+                "mark",
+                lambda side: side.kernels.mark(side.state, batches[id(side)], groups, first=first, poison=poison),
+            )
 
         if full:
             mark(full, first=True)
@@ -131,7 +140,12 @@ class Comparison:
 
     def _seal(self, name: str, part: str, scrub: int, *, last: bool) -> None:
         settle = self._settle_content if scrub and part else None
-        self._do(name, lambda side: side.kernels.seal(side.state, part, scrub, last=last, nonfinite=True), settle)
+        poison = self._case.poison if part == DEFAULT_PART else "off"
+        self._do(
+            name,
+            lambda side: side.kernels.seal(side.state, part, scrub, last=last, nonfinite=True, poison=poison),
+            settle,
+        )
 
     def _settle_content(self) -> None:
         """Let both sides count the same slots as read again.
@@ -234,6 +248,7 @@ def _contents(state: DeviceState, tokens: int, rows: int) -> dict[str, torch.Ten
         "scratch_slots": state.scratch_slots[:, :tokens],
         "scratch_links": state.scratch_links[:tokens],
         "scratch_rows": state.scratch_rows[:tokens],
+        "scratch_poison": state.scratch_poison[:, :tokens],
         "scratch_batch": state.scratch_batch[:rows],
         "headers": _without_speaker(state.headers),
         "outbox": state.outbox,
@@ -242,6 +257,9 @@ def _contents(state: DeviceState, tokens: int, rows: int) -> dict[str, torch.Ten
     for space in sorted(set(state.layout.spaces)):
         records = state.groups[space]
         tensors |= {f"links{space}": records.links, f"seals{space}": records.seals, f"owner{space}": records.owner}
+    for group in state.layout.groups:
+        for source in group.sources:
+            tensors[f"bytes of {group.name}, {source.name}"] = storage_of(source)
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 

@@ -44,14 +44,20 @@ def _byte(case: Case, forward: Forward) -> Forward:
 
 
 def _not_a_number(case: Case, forward: Forward) -> Forward:
-    case.poisoned = case.rng.randint(1, 3)
+    case.spoiled = case.rng.randint(1, 3)
+    return forward
+
+
+def _lost_writes(case: Case, forward: Forward) -> Forward:
+    """The model leaves out some writes; only poison tells."""
+    case.dropped = case.rng.randint(1, 3)
     return forward
 
 
 def _dirty_null_page(case: Case, forward: Forward) -> Forward:
     for group, shape in enumerate(case.shapes):
         if shape.reserved == "null":
-            case.poison(group, case.rng.randrange(shape.how.page_size))
+            case.spoil(group, case.rng.randrange(shape.how.page_size))
     return forward
 
 
@@ -143,6 +149,7 @@ FAULTS: dict[str, Fault] = {
     "digest of a record": _link(1, 11),
     "byte": _byte,
     "bytes that are no numbers": _not_a_number,
+    "lost writes": _lost_writes,
     "null page": _dirty_null_page,
     "table entry": _table,
     "input id": _field("input_ids", _set_one(5, -1, 1 << 30)),

@@ -152,33 +152,6 @@ class PartWord(IntEnum):
 PART_ROW = 4
 
 
-class PoisonWord(IntEnum):
-    """Words of a group's row in the table of what takes poison in one part."""
-
-    SPOTS = 0
-    """address of its runs, see :class:`SpotWord`"""
-    COUNT = 1
-    """runs; 0: the group takes none"""
-    KEY = 2
-    FILLED = 3
-    """1: pages are filled when they are handed out"""
-
-
-POISON_ROW = 4
-
-
-class SpotWord(IntEnum):
-    """Words of a run that may take poison."""
-
-    ADDRESS = 0
-    PAGE_STRIDE = 1
-    TOKEN_STRIDE = 2
-    NUM_BYTES = 3
-
-
-SPOT_ROW = 4
-
-
 class RegionWord(IntEnum):
     """Words of a region: items (a slot in one part each) that the byte kernels work through together."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import POISON_ROW, SPOT_ROW, GroupWord, PoisonWord, SpotWord, StateWord
+from kvcanary.kernels.descriptors import GroupWord, StateWord
 from kvcanary.kernels.triton_constants import (
     GROUP_LINKS,
     GROUP_NUM_SLOTS,
@@ -24,6 +24,7 @@ from kvcanary.kernels.triton_constants import (
 )
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_scrub import count_lanes
+from kvcanary.kernels.triton_spots import POISON_ROW, SPOT_ROW, PoisonWord, SpotWord
 from kvcanary.kernels.triton_tables import open_pool, page_of
 from kvcanary.kernels.triton_words import (
     NONE,

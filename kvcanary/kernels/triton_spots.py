@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
-from kvcanary.kernels.descriptors import POISON_ROW, SPOT_ROW, PoisonWord, SpotWord, fill_row
+from kvcanary.kernels.descriptors import fill_row
 from kvcanary.kernels.poison import fill_runs, poison_runs
 from kvcanary.layout import KVSource, PoolLayout, Run
 from kvcanary.record import Keys
+
+
+class PoisonWord(IntEnum):
+    """Words of a group's row in the table of what takes poison in one part."""
+
+    SPOTS = 0
+    """address of its runs, see :class:`SpotWord`"""
+    COUNT = 1
+    """runs; 0: the group takes none"""
+    KEY = 2
+    FILLED = 3
+    """1: pages are filled when they are handed out"""
+
+
+POISON_ROW = 4
+
+
+class SpotWord(IntEnum):
+    """Words of a run that may take poison."""
+
+    ADDRESS = 0
+    PAGE_STRIDE = 1
+    TOKEN_STRIDE = 2
+    NUM_BYTES = 3
+
+
+SPOT_ROW = 4
+
 
 Upload = Callable[[list[list[int]]], int]
 """Puts rows on the device for good; gives their address."""
