@@ -18,12 +18,13 @@ from kvcanary.cli.benches.traffic import Addressing, Forward, Traffic
 from kvcanary.kernels import DeviceFact, FactOp, Kernels
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout, Run
 from kvcanary.record import Keys, make_keys
-from kvcanary.state import DeviceState, Limits, RowWord, Word
+from kvcanary.state import DeviceState, Limits, PoisonMode, RowWord, Word
 
 T = TypeVar("T")
 
 ROWS, LONGEST, CHUNK = 5, 90, 30
 _TOKENS = ROWS * (CHUNK + 1) + 4
+_POISONS: tuple[PoisonMode, ...] = ("off", "sample", "full")
 _SIZES = (1, 2, 4, 8, 16, 64)
 _SHAPES = ("layers", "heads", "bytes", "scaled")
 
@@ -76,7 +77,7 @@ class Case:
             ring_quota=3 if self.crowded else 4096,
             snapshots=4,
             head_entries=300 if self.rng.random() < 0.2 else 1 << 20,
-            poison=self.rng.choice(("off", "sample", "full")),
+            poison=self.rng.choice(_POISONS),
         )
         self.poison = limits.poison
         self.sides = tuple(
