@@ -206,7 +206,6 @@ OWN_WORDS = {
     "`facts.lost`",
     "sink_queue": "events that a sink may lag behind, where it names no bound of its own",
     "stop_deadline_s": "how long `stop()` goes on delivering",
-    "flush_deadline_s": "how long `Canary.flush()` waits, and how long the last findings of a pool are waited for",
     "backend": "`auto` is `triton` on CUDA and `reference` elsewhere; an explicit choice never falls back",
 }
 """For settings whose source says nothing, or less than a reader needs."""

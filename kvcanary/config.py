@@ -94,7 +94,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sink_queue: Bound = 8192
     stop_deadline_s: Seconds = 5.0
     flush_deadline_s: Seconds = 1.0
-    """how long `Canary.flush()` waits, and how long the last findings of a pool are waited for"""
+    """how long `Canary.flush()` waits, a pool's last findings are waited for, and an error waits for its journal"""
     backend: Literal["auto", "triton", "reference"] = "auto"
     key: int | None = None
     """secret shared by transfer peers (64 bits); None: random per run"""
