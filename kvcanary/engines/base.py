@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "kvcanary.engines"
 """Entry-point group: each entry names a class, called without arguments, that makes an :class:`Adapter`."""
 
-_BUILT_IN = ("kvcanary.engines.transformers:TransformersAdapter",)
+_BUILT_IN = (
+    "kvcanary.engines.transformers:TransformersAdapter",
+    "kvcanary.engines.simulated.adapter:SimulatedAdapter",
+)
 _MARK = "_kvcanary_watched"
 
 FACTS = frozenset(
@@ -195,6 +198,23 @@ class Patches:
 
         setattr(owner, name, wrapper)
         self.on_undo(lambda: _restore(owner, name, wrapper, own))
+
+    def after(self, owner: Any, name: str, tell: Callable[..., object]) -> None:
+        """Have each call of a method on the instance ``owner`` told as ``tell(result, *arguments)``, once it is done.
+
+        Raises:
+            ConfigError: there is no such method.
+        """
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def told(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                tell(result, *args, **kwargs)
+                return result
+
+            return told
+
+        self.wrap(owner, name, make)
 
     def on_undo(self, action: Callable[[], object]) -> None:
         """Also do this when undone; last come, first done."""
