@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,6 +78,10 @@ class Binding:
     def armed(self) -> bool:
         """Whether checks hold."""
         return self._armed
+
+    def launch_through(self, wrap: Callable[[Kernels], Kernels]) -> None:
+        """Put something between this canary and its kernels, until the next pool: a device that runs things later."""
+        self.kernels = wrap(self._kernels)
 
     @property
     def _kernels(self) -> Kernels:

@@ -207,8 +207,9 @@ def _fields() -> dict[str, inspect.Field]:
     return {field.name: field for field in cast("inspect.StructType", info).fields}
 
 
-def _annotation(name: str) -> Any:
-    return next(field.type for field in msgspec.structs.fields(CanaryConfig) if field.name == name)
+@functools.cache
+def _annotations() -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(CanaryConfig)}
 
 
 def _check(name: str, value: object) -> None:
@@ -217,7 +218,7 @@ def _check(name: str, value: object) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise problem
     try:
-        msgspec.convert(value, _annotation(name))
+        msgspec.convert(value, _annotations()[name])
     except msgspec.ValidationError:
         raise problem from None
 

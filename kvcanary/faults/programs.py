@@ -1,13 +1,13 @@
-"""Random programs on the simulated engine, with at most one fault, and whether oracle and canary agree about them.
+"""Random programs on the simulated engine, with at most one fault.
 
-A program is a list of small numbers, so that it can be cut down; everything else is drawn from its seed.
+A program is a list of words and numbers, so that it can be cut down; everything else is drawn from its seed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcanary.canary import Canary
@@ -20,8 +20,10 @@ from kvcanary.faults.injectors import Injection
 from kvcanary.faults.simulated_faults import SIMULATED, SimulatedInjector
 
 Finding = ViolationDetected | OwnershipViolated
+LONGEST = 40
+"""Tokens of a prompt."""
 LOOKS = 2
-"""Forwards until changed bytes must be reported, where the scrub sees the whole pool in each: two looks."""
+"""Forwards until changed bytes are reported, where the scrub sees the whole pool in each."""
 
 
 class Call(NamedTuple):
@@ -64,6 +66,8 @@ class Outcome:
     forwards: int
     reads: int
     renewed: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
+    ran: dict[str, list[tuple[int, int]]] = field(default_factory=dict[str, list[tuple[int, int]]])
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
 
 
 # --- making them --------------------------------------------------------------------------------------------
@@ -72,6 +76,7 @@ _WEIGHTS = {
     "step": 50,
     "submit": 24,
     "again": 6,
+    "alike": 4,
     "preempt": 4,
     "fork": 4,
     "offload": 6,
@@ -88,8 +93,10 @@ def random_program(seed: int, *, faults: Sequence[str] = (), styles: Sequence[St
     style = rng.choice(list(styles or STYLES.values()))
     fitting = [name for name in faults if not name or SIMULATED[name].fits(style)]
     chosen = rng.choice(fitting) if fitting else ""
+    wanted = SIMULATED[chosen].calls.split() if chosen else []
+    weights = [weight + 8 * (what in wanted) for what, weight in _WEIGHTS.items()]
     calls = [Call("submit", rng.randrange(1 << 20))]
-    calls += [Call(what, rng.randrange(1 << 20)) for what in rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)]
+    calls += [Call(what, rng.randrange(1 << 20)) for what in rng.choices(list(_WEIGHTS), weights, k=length)]
     return Program(style=style, seed=seed, calls=tuple(calls), fault=chosen, at=rng.randrange(2, length))
 
 
@@ -123,6 +130,7 @@ def run(program: Program, *, config: CanaryConfig | None = None, device: str = "
     inline = Inline(engine, config or CanaryConfig(mode="log", key=7, stats_every=0, health_every=0))
     injector = SimulatedInjector(engine, seed=program.seed)
     player = Player(engine)
+    engine.oracle.watchful = bool(program.fault)
     findings: list[Finding] = []
 
     def listen() -> None:
@@ -145,6 +153,8 @@ def run(program: Program, *, config: CanaryConfig | None = None, device: str = "
         forwards=engine.forwards,
         reads=engine.oracle.reads,
         renewed=engine.oracle.renewed,
+        ran=engine.oracle.ran,
+        lengths={request.name: len(request.tokens) for request in player.requests},
     )
 
 
@@ -159,31 +169,29 @@ class Player:
     def do(self, call: Call) -> None:
         """One call; what does not fit the moment does nothing."""
         engine, number = self.engine, call.number
-        running = engine.running[number % len(engine.running)] if engine.running else None
-        match call.what:
-            case "step":
-                engine.step()
-            case "submit":
-                self._submit(number)
-            case "again":
-                self._again(number)
-            case "weights":
-                engine.update_weights()
-            case "idle":
-                engine.idle()
-            case "run":
-                engine.device.run()
-            case "abort" if self.requests:
-                engine.abort(self.requests[number % len(self.requests)])
-            case "preempt" if running is not None:
-                engine.preempt(running)
-            case "fork" if running is not None:
-                child = engine.fork(running)
-                self.requests += [child] if child is not None else []
-            case "offload" if running is not None:
-                engine.tier.send(running)
-            case _:
-                pass
+        whole: dict[str, Callable[[], object]] = {
+            "step": engine.step,
+            "weights": engine.update_weights,
+            "idle": engine.idle,
+            "run": engine.device.run,
+            "submit": lambda: self._submit(number),
+        }
+        running: dict[str, Callable[[Request], object]] = {
+            "preempt": engine.preempt,
+            "offload": engine.tier.send,
+            "fork": self._fork,
+        }
+        known: dict[str, Callable[[Request], object]] = {
+            "abort": engine.abort,
+            "again": lambda old: self._again(old, number),
+            "alike": lambda old: self._alike(old, number),
+        }
+        if call.what in whole:
+            whole[call.what]()
+        elif call.what in running and engine.running:
+            running[call.what](engine.running[number % len(engine.running)])
+        elif call.what in known and self.requests:
+            known[call.what](self.requests[number % len(self.requests)])
 
     def end(self) -> None:
         """All requests end, and what they left is judged by two more forwards."""
@@ -205,90 +213,20 @@ class Player:
         salts = {1: 77 + number // 4096 % 2} if number // 8192 % 4 == 0 and len(prompt) > 2 else None
         self.requests.append(engine.submit(prompt, 1 + number // 65536 % 9, identity=identity, salts=salts))
 
-    def _again(self, number: int) -> None:
+    def _fork(self, request: Request) -> None:
+        child = self.engine.fork(request)
+        if child is not None:
+            self.requests.append(child)
+
+    def _alike(self, old: Request, number: int) -> None:
+        """The text of an earlier prompt, from somebody else or with another picture."""
+        identity = (b"", b"adapter", b"tenant")[number // 64 % 3]
+        salts = {1: 77 + number // 256 % 3} if number // 1024 % 2 and len(old.tokens) > 2 else None
+        self.requests.append(self.engine.submit(old.tokens, 1 + number // 4096 % 4, identity=identity, salts=salts))
+
+    def _again(self, old: Request, number: int) -> None:
         """The next turn of a talk: what was said so far, and more."""
-        if self.requests:
-            old = self.requests[number % len(self.requests)]
-            prompt = [*old.tokens, *self.engine.prompt(1 + number % 5)]
+        prompt = [*old.tokens, *self.engine.prompt(1 + number % 5)]
+        if len(prompt) < LONGEST:
             limit = 2 + number // 64 % 4
-            if len(prompt) < 40:
-                self.requests.append(
-                    self.engine.submit(prompt, limit, identity=old.identity, salts=old.salts)
-                )
-
-
-# --- judging them -------------------------------------------------------------------------------------------
-
-
-def disagreements(program: Program, outcome: Outcome) -> list[str]:
-    """Alarms without a wrong, and wrongs without an alarm in time; none when both agree."""
-    found: list[str] = []
-    for finding in outcome.findings:
-        if not any(_concerns(wrong, finding) and wrong.forward <= finding.forward for wrong in outcome.truth):
-            found.append(f"false alarm: {_say(finding)}")
-    for wrong in outcome.truth:
-        if wrong.certain and not _seen(wrong, outcome):
-            found.append(f"missed: {wrong}")
-    return found
-
-
-def _names(finding: Finding) -> set[str]:
-    if isinstance(finding, OwnershipViolated):
-        return {finding.request, finding.other} - {""}
-    return {finding.request, finding.owner_request, finding.writer_request} - {""}
-
-
-def _concerns(wrong: Wrong, finding: Finding) -> bool:
-    same_page = finding.page >= 0 and (wrong.group, wrong.page) == (finding.group, finding.page)
-    return same_page or wrong.request in _names(finding)
-
-
-def _seen(wrong: Wrong, outcome: Outcome) -> bool:
-    deadline = wrong.forward + {"content": LOOKS, "owner": 1, "epoch": 1}.get(wrong.kind, 0)
-    if wrong.kind == "input":
-        deadline = outcome.forwards
-    if any(_concerns(wrong, finding) and finding.forward <= deadline for finding in outcome.findings):
-        return True
-    if wrong.kind == "content":
-        between = range(wrong.forward, deadline + 1)
-        return any((wrong.group, wrong.slot, forward) in outcome.renewed for forward in between)
-    return False
-
-
-def _say(finding: Finding) -> str:
-    where = f"{finding.group} page {finding.page} of {finding.request or 'nobody'} in forward {finding.forward}"
-    return f"{finding.kind}: {where}"
-
-
-# --- many of them -------------------------------------------------------------------------------------------
-
-
-def shrink(program: Program, fails: Callable[[Program], bool], *, tries: int = 400) -> Program:
-    """The shortest program found that still fails: calls are taken out as long as it does."""
-    size = max(1, len(program.calls) // 2)
-    while size and tries:
-        for start in range(0, len(program.calls), size):
-            calls = program.calls[:start] + program.calls[start + size :]
-            gone = min(size, max(0, program.at - start))
-            shorter = replace(program, calls=calls, at=max(0, program.at - gone))
-            tries -= 1
-            if calls and fails(shorter):
-                program = shorter
-                break
-            if not tries:
-                break
-        else:
-            size //= 2
-    return program
-
-
-def search(seeds: Iterable[int], faults: Sequence[str], told: Callable[[int], None] = lambda _: None) -> list[str]:
-    """Run a program for each seed; what is returned are disagreements, each with the shortest program that shows it."""
-    problems: list[str] = []
-    for count, seed in enumerate(seeds, 1):
-        program = random_program(seed, faults=faults)
-        if disagreements(program, run(program)):
-            short = shrink(program, lambda one: bool(disagreements(one, run(one))))
-            problems.append(f"{short}\n    " + "\n    ".join(disagreements(short, run(short))))
-        told(count)
-    return problems
+            self.requests.append(self.engine.submit(prompt, limit, identity=old.identity, salts=old.salts))

@@ -18,7 +18,7 @@ def _group(injector: Injector, batch: Batch) -> str:
     return injector.rng.choice(list(batch.tables))
 
 
-def _old(injector: Injector, batch: Batch, least: int = 1) -> list[int]:
+def _old(batch: Batch, least: int = 1) -> list[int]:
     """Rows with that many old tokens."""
     return [number for number, row in enumerate(batch.rows) if row.context >= least]
 
@@ -34,7 +34,7 @@ def _entries(injector: Injector, row: Row, group: str) -> range:
 
 
 def _two(injector: Injector, batch: Batch) -> tuple[int, int] | None:
-    rows = _old(injector, batch)
+    rows = _old(batch)
     if len(rows) < 2:
         return None
     one, two = injector.rng.sample(rows, 2)
@@ -58,7 +58,7 @@ def _swapped_pages(injector: Injector, batch: Batch) -> Hit | None:
 
 
 def _shifted_table(injector: Injector, batch: Batch) -> Hit | None:
-    rows, group = _old(injector, batch, 2 * injector.engine.style.page_size), _group(injector, batch)
+    rows, group = _old(batch, 2 * injector.engine.style.page_size), _group(injector, batch)
     if not rows:
         return None
     row, table = injector.rng.choice(rows), batch.tables[group]
@@ -104,7 +104,7 @@ def _late_table(injector: Injector) -> None:
 
 
 def _wild_entry(injector: Injector, batch: Batch) -> Hit | None:
-    rows, group = _old(injector, batch), _group(injector, batch)
+    rows, group = _old(batch), _group(injector, batch)
     if not rows:
         return None
     row, table = injector.rng.choice(rows), batch.tables[group]
@@ -141,7 +141,7 @@ def _owners(injector: Injector, group: str, slot: int) -> list[str]:
     return [request.name for request in injector.engine.running if page and page in request.pages.get(group, ())]
 
 
-def _stale_slot(injector: Injector, batch: Batch, row: Row, group: str) -> int | None:
+def _stale_slot(injector: Injector, _: Batch, row: Row, group: str) -> int | None:
     size, ring = injector.engine.style.page_size, injector.engine.style.ring
     if row.context < 1:
         return None
@@ -150,7 +150,7 @@ def _stale_slot(injector: Injector, batch: Batch, row: Row, group: str) -> int |
     return page * size + place % size if page else None
 
 
-def _foreign_slot(injector: Injector, batch: Batch, row: Row, group: str) -> int | None:
+def _foreign_slot(injector: Injector, _: Batch, row: Row, group: str) -> int | None:
     others = [r for r in injector.engine.running if r is not row.request and any(r.pages[group])]
     if not others:
         return None
@@ -159,7 +159,7 @@ def _foreign_slot(injector: Injector, batch: Batch, row: Row, group: str) -> int
     return page * size + (row.end - 1) % size
 
 
-def _trash(injector: Injector, batch: Batch, row: Row, group: str) -> int | None:
+def _trash(injector: Injector, _: Batch, row: Row, __: str) -> int | None:
     return (row.end - 1) % injector.engine.style.page_size
 
 
@@ -178,7 +178,11 @@ def _padding_write(injector: Injector, batch: Batch) -> Hit | None:
     if not batch.padding or not victims:
         return None
     victim = injector.rng.choice(victims)
-    place = injector.rng.randrange(victim.computed - 1 if len(batch.rows) else victim.computed)
+    # What it hits in its own forward is sealed as it is found: nobody can tell then.
+    old = min([row.context for row in batch.rows if row.request is victim], default=victim.computed)
+    if not old:
+        return None
+    place = injector.rng.randrange(old)
     size, mapping = engine.style.page_size, batch.mapping["full"]
     slot = victim.pages["full"][place // size] * size + place % size
 
@@ -188,7 +192,9 @@ def _padding_write(injector: Injector, batch: Batch) -> Hit | None:
     return (victim.name,), "full", work
 
 
-def _ids(change: Callable[[Injector, torch.Tensor, Row], Callable[[], object]]) -> Callable[[Injector, Batch], Hit | None]:
+def _ids(
+    change: Callable[[Injector, torch.Tensor, Row], Callable[[], object]],
+) -> Callable[[Injector, Batch], Hit | None]:
     def choose(injector: Injector, batch: Batch) -> Hit | None:
         if not batch.rows:
             return None
@@ -203,7 +209,7 @@ def _wrong_token(injector: Injector, ids: torch.Tensor, row: Row) -> Callable[[]
     return lambda: ids[place].add_(1)
 
 
-def _placeholder(injector: Injector, ids: torch.Tensor, row: Row) -> Callable[[], object]:
+def _placeholder(_: Injector, ids: torch.Tensor, row: Row) -> Callable[[], object]:
     place = row.first + len(row.ids) - 1
     return lambda: ids[place].fill_(-1)
 
@@ -236,7 +242,7 @@ def _bytes(component: str) -> Callable[[Injector, Batch], Hit | None]:
     """One bit of an old token of a running request."""
 
     def change(injector: Injector, batch: Batch) -> Hit | None:
-        rows, group = _old(injector, batch), injector.rng.choice(injector.engine.style.groups)
+        rows, group = _old(batch), injector.rng.choice(injector.engine.style.groups)
         if not rows:
             return None
         row = batch.rows[injector.rng.choice(rows)]
@@ -255,26 +261,26 @@ def _bytes(component: str) -> Callable[[Injector, Batch], Hit | None]:
 
 def _not_a_number(injector: Injector) -> None:
     engine = injector.engine
+    memory = engine.memory["full"]
 
-    def make(original: Callable[[Batch], None]) -> Callable[[Batch], None]:
-        def forward(batch: Batch) -> None:
-            original(batch)
-            if batch.rows and injector.injection is None:
-                row, size = injector.rng.choice(batch.rows), engine.style.page_size
-                slot = batch.wanted["full"][batch.rows.index(row)][-1]
-                engine.memory["full"].scale[1, slot // size, slot % size] = torch.nan
-                injector.done(row.request.name, group="full", forward=batch.forward)
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def write(slots: torch.Tensor, values: torch.Tensor) -> None:
+            original(slots, values)
+            slot = int(slots[0])
+            if injector.injection is None and slot >= engine.style.page_size:
+                memory.scale[1, slot // engine.style.page_size, slot % engine.style.page_size] = torch.nan
+                injector.done(group="full", forward=engine.oracle.executing)
 
-        return forward
+        return write
 
-    injector.patches.wrap(engine.model, "forward", make)
+    injector.patches.wrap(memory, "write", make)
 
 
 def _translation(value: int) -> Callable[[Injector, Batch], Hit | None]:
     """An entry of the table from full slots to window slots is lost, or is an old one."""
 
     def change(injector: Injector, batch: Batch) -> Hit | None:
-        rows, style = _old(injector, batch), injector.engine.style
+        rows, style = _old(batch), injector.engine.style
         if not rows:
             return None
         row, table = batch.rows[injector.rng.choice(rows)], injector.engine.model.translation
@@ -346,7 +352,13 @@ BATCH_FAULTS: tuple[Operation, ...] = (
         _mapping(_foreign_slot),
         "WRITE_FOREIGN TABLE_MISMATCH",
     ),
-    _op("lost-write", "A token goes to the trash page.", _mapping(_trash), "TABLE_MISMATCH WRITE_FOREIGN UNWRITTEN", within=1),
+    _op(
+        "lost-write",
+        "A token goes to the trash page.",
+        _mapping(_trash),
+        "TABLE_MISMATCH WRITE_FOREIGN UNWRITTEN",
+        within=1,
+    ),
     _op("same-slot", "Two tokens go to one slot.", _mapping(_same_slot), "WRITE_CONFLICT TABLE_MISMATCH WRITE_FOREIGN"),
     _op(
         "padding-write",
@@ -380,7 +392,14 @@ BATCH_FAULTS: tuple[Operation, ...] = (
         "INPUT_POSITION",
         case="sgl-project/sglang#25015",
     ),
-    _op("flipped-bit", "A bit of the keys and values flips.", _bytes("kv"), "CONTENT", within=2, case="SemiAnalysisAI/InferenceX#1944"),
+    _op(
+        "flipped-bit",
+        "A bit of the keys and values flips.",
+        _bytes("kv"),
+        "CONTENT",
+        within=2,
+        case="SemiAnalysisAI/InferenceX#1944",
+    ),
     _op("flipped-scale", "A bit of a scale flips.", _bytes("scale"), "CONTENT", within=2),
     Operation(
         Fault(
@@ -388,11 +407,14 @@ BATCH_FAULTS: tuple[Operation, ...] = (
             title="not a number",
             description="The model writes a value that is none.",
             expects=("NONFINITE",),
+            names_request=False,
         ),
         _not_a_number,
         any_style,
         "vllm-project/vllm#18777",
     ),
     _op("lost-translation", "A window slot is not mapped any more.", _translation(0), "WINDOW", fits=_translated),
-    _op("stale-translation", "A window slot is another one.", _translation(1), _READS + " SLOT_RANGE", fits=_translated),
+    _op(
+        "stale-translation", "A window slot is another one.", _translation(1), _READS + " SLOT_RANGE", fits=_translated
+    ),
 )

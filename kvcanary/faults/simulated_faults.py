@@ -1,8 +1,8 @@
 """The faults of the field on the simulated engine, and how one is planted into a running one.
 
 How each is done is in :mod:`kvcanary.faults.simulated_batches` (what a forward is given) and
-:mod:`kvcanary.faults.simulated_pages` (pages, prefixes and copies). Whether it did harm, and to whom, the engine's oracle
-says: planting one may find no victim, and may change nothing.
+:mod:`kvcanary.faults.simulated_pages` (pages, prefixes and copies). Whether it did harm, and to whom, the engine's
+oracle says: planting one may find no victim, and may change nothing.
 """
 
 from __future__ import annotations

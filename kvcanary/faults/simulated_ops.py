@@ -35,12 +35,14 @@ class Operation:
         arm: hooks the engine so that it happens once.
         fits: whether it can happen in a style.
         case: the report of such a fault, as owner/repository#number.
+        calls: what has to happen for it to do harm; words of :mod:`kvcanary.faults.programs`.
     """
 
     fault: Fault
     arm: Callable[[Injector], None]
     fits: Callable[[Style], bool]
     case: str = ""
+    calls: str = ""
 
 
 Change = Callable[[Injector, Batch], "tuple[tuple[str, ...], str, Callable[[], object]] | None"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def _early_free(injector: Injector, original: Callable[..., bool]) -> bool:
 # --- prefixes -----------------------------------------------------------------------------------------------
 
 
-def _lost_evict(injector: Injector, original: Callable[..., None], pages: Sequence[int]) -> None:
+def _lost_evict(injector: Injector, _original: Callable[..., None], _pages: Sequence[int]) -> None:
     injector.done(group="full")
 
 
@@ -100,7 +101,7 @@ def _stale_weights(injector: Injector, original: Callable[..., None]) -> None:
 def _key_without(part: str) -> Callable[..., int]:
     """From now on a part is left out of what pages are found by."""
 
-    def key(injector: Injector, original: Callable[..., int], request: Request, block: int) -> int:
+    def key(injector: Injector, _original: Callable[..., int], request: Request, block: int) -> int:
         engine = injector.engine
         end = (block + 1) * engine.style.page_size
         tokens = tuple(request.tokens[:end])
@@ -130,10 +131,11 @@ def _forever(act: Callable[..., Any], method: str) -> Callable[[Injector], None]
 
 def _early_slide(injector: Injector, original: Callable[..., None], request: Request, context: int) -> None:
     """The window moves by what is scheduled and not by what is settled: a page too far."""
-    size = injector.engine.style.page_size
-    before = sum(map(bool, request.pages["window"]))
-    original(request, min(context + size, len(request.pages["window"]) * size))
-    if context >= injector.engine.style.window and sum(map(bool, request.pages["window"])) < before:
+    original(request, context)
+    held, size = sum(map(bool, request.pages["window"])), injector.engine.style.page_size
+    most = len(request.pages["window"]) * size + injector.engine.style.window - 1
+    original(request, min(context + size, most))
+    if sum(map(bool, request.pages["window"])) < held:
         injector.done(request.name, group="window")
 
 
@@ -155,14 +157,13 @@ def _early_store(injector: Injector, original: Callable[..., None], request: Req
     engine = injector.engine
     if request not in engine.running or not engine.in_flight:
         return original(request, *to)
-    stale = {g: engine.memory[g].save([page for page in pages if page]) for g, pages in request.pages.items()}
+    stale = {group: engine.memory[group].save([p for p in pages if p]) for group, pages in request.pages.items()}
+    held = {group: [p for p in pages if p] for group, pages in request.pages.items()}
     original(request, *to)
     for package, copy, _ in engine.tier.leaving:
-        if package.request is request and package.pages == request.pages:
-            saved = {g: tuple(b[:, : len(package.held(g))] for b in stale[g]) for g in stale}
-            if all(len(stale[g][0][0]) == len(package.held(g)) for g in stale):
-                injector.done(request.name)
-                copy.work = lambda: package.saved.update(saved)  # type: ignore[arg-type]
+        if package.request is request and all(package.held(group) == held[group] for group in held):
+            injector.done(request.name)
+            copy.work = functools.partial(package.saved.update, stale)
     return None
 
 
@@ -172,6 +173,8 @@ def _early_load(injector: Injector, original: Callable[..., bool], package: Any)
     if not engine.in_flight:
         return original(package)
     engine.settle = lambda: None  # type: ignore[method-assign]
+    for pool in engine.pools.values():
+        pool.free.reverse()  # what was freed last is handed out first
     try:
         begun = original(package)
     finally:
@@ -217,7 +220,7 @@ def _no_scales(injector: Injector, package: Any) -> bool:
     return True
 
 
-def _other_layout(injector: Injector, package: Any) -> bool:
+def _other_layout(_injector: Injector, package: Any) -> bool:
     """Layers are read in another order than they were written in."""
     kv, scale = package.saved["full"]
     package.saved["full"] = (kv.flip(0), scale.flip(0))
@@ -235,14 +238,13 @@ def _late_landing(injector: Injector, original: Callable[..., None], request: Re
     engine.finish(request)
     steps = injector.rng.randint(1, 3)
 
-    def land(batch: Any) -> None:
+    def land(*_: Any) -> None:
         nonlocal steps
         steps -= 1
         if steps == 0:
             engine.device.launch(coming[0][1].work)
-            engine.device.launch(lambda: None)
 
-    injector.patches.after(engine, "forward", lambda _, batch: land(batch))
+    injector.patches.after(engine, "forward", land)
     return None
 
 
@@ -258,12 +260,11 @@ def _overlapping_load(injector: Injector, original: Callable[..., Any], package:
 
 
 def _lost_copy(
-    injector: Injector, original: Callable[..., None], request: Request, group: str, old: Sequence[int], new: Sequence[int]
+    injector: Injector, original: Callable[..., None], request: Request, group: str, *pages: Sequence[int]
 ) -> None:
     """A page that is copied before it is written does not get its bytes."""
-    memory = injector.engine.memory[group]
+    (old, new), memory, kept = pages, injector.engine.memory[group], list[Any]()
     injector.engine.device.launch(lambda: kept.append(memory.save(new)))
-    kept: list[Any] = []
     original(request, group, old, new)
     injector.engine.device.launch(lambda: memory.load(new, kept[0]))
     if old:
@@ -292,13 +293,12 @@ def _op(
     named: bool = True,
     fits: Callable[[Style], bool] = any_style,
     case: str = "",
+    calls: str = "",
 ) -> Operation:
     title = name.replace("-", " ")
     kinds = tuple(expects.split())
-    fault = Fault(
-        name=name, title=title, description=description, expects=kinds, within=within, names_request=named
-    )
-    return Operation(fault, arm, fits, case)
+    fault = Fault(name=name, title=title, description=description, expects=kinds, within=within, names_request=named)
+    return Operation(fault, arm, fits, case, calls)
 
 
 _READS = "DIGEST REQUEST_DIGEST POSITION UNWRITTEN WINDOW"
@@ -312,7 +312,12 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         named=False,
         case="LMCache/LMCache#5005",
     ),
-    _op("double-alloc", "A page is handed out that a request holds.", "DOUBLE_ALLOC", instead(_full, "take", _double_alloc)),
+    _op(
+        "double-alloc",
+        "A page is handed out that a request holds.",
+        "DOUBLE_ALLOC UNWRITTEN POSITION WRITE_FOREIGN",
+        instead(_full, "take", _double_alloc),
+    ),
     _op(
         "early-free",
         "A page is given back while its request reads it.",
@@ -329,6 +334,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         named=False,
         fits=_caches,
         case="local-inference-lab/vllm#480",
+        calls="submit weights",
     ),
     _op(
         "early-publish",
@@ -337,8 +343,10 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         instead(_itself, "finish", _early_publish),
         within=None,
         named=False,
-        fits=lambda style: style.cache and not style.sliding and style.page_size > 1,
+        # With overlap the token is computed after all, in the forward that nobody needed.
+        fits=lambda style: style.cache and not style.sliding and style.page_size > 1 and not style.depth,
         case="sgl-project/sglang#24745",
+        calls="again step",
     ),
     _op(
         "stale-weights",
@@ -349,6 +357,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         named=False,
         fits=_caches,
         case="NVIDIA-NeMo/RL#4018",
+        calls="weights again alike",
     ),
     _op(
         "lost-identity",
@@ -358,6 +367,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         within=None,
         named=False,
         fits=_caches,
+        calls="alike",
     ),
     _op(
         "lost-media",
@@ -368,6 +378,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         named=False,
         fits=_caches,
         case="LMCache/LMCache#4086",
+        calls="alike",
     ),
     _op(
         "colliding-keys",
@@ -378,6 +389,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         named=False,
         fits=_caches,
         case="vllm-project/vllm#12621",
+        calls="submit",
     ),
     _op(
         "early-slide",
@@ -393,6 +405,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         "UNWRITTEN REQUEST_DIGEST POSITION DIGEST INPUT_POSITION",
         instead(_tier, "loaded", _long_resume),
         within=1,
+        calls="offload",
     ),
     _op(
         "early-store",
@@ -402,6 +415,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         within=None,
         fits=_overlaps,
         case="vllm-project/vllm#45704",
+        calls="offload",
     ),
     _op(
         "early-load",
@@ -411,6 +425,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         within=1,
         fits=_overlaps,
         case="vllm-project/vllm#47282",
+        calls="offload",
     ),
     _op(
         "failed-load",
@@ -419,6 +434,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         instead(_tier, "load", _bad_load(_failed)),
         within=None,
         case="ai-dynamo/dynamo#15079",
+        calls="offload",
     ),
     _op(
         "partial-load",
@@ -427,6 +443,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         instead(_tier, "load", _bad_load(_partial)),
         within=None,
         case="vllm-project/vllm#44238",
+        calls="offload",
     ),
     _op(
         "lost-scales",
@@ -435,6 +452,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         instead(_tier, "load", _bad_load(_no_scales)),
         within=None,
         case="ROCm/ATOM#2146",
+        calls="offload",
     ),
     _op(
         "other-layout",
@@ -443,6 +461,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         instead(_tier, "load", _bad_load(_other_layout)),
         within=None,
         case="LMCache/LMCache#4463",
+        calls="offload",
     ),
     _op(
         "late-landing",
@@ -452,6 +471,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         within=None,
         named=False,
         case="sgl-project/sglang#24527",
+        calls="offload abort",
     ),
     _op(
         "overlapping-load",
@@ -459,6 +479,7 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         "TRANSFER_OVERLAP",
         instead(_tier, "load", _overlapping_load),
         within=1,
+        calls="offload",
     ),
     _op(
         "lost-copy",
@@ -466,5 +487,6 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         "CONTENT",
         instead(_itself, "copy_pages", _lost_copy),
         within=3,
+        calls="fork",
     ),
 )

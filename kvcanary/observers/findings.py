@@ -8,7 +8,9 @@ from kvcanary.events import Event, HazardCounted, OwnershipViolated
 from kvcanary.observers.base import stamp
 
 MAX_RUNS_TOLD = 4
-"""Runs of pages that a violation lists; the rest is a number."""
+"""Runs of pages that a violation lists in words; the rest is a number."""
+MAX_RUNS = 64
+"""Runs of pages that it carries."""
 
 
 class Pages(NamedTuple):
@@ -55,6 +57,7 @@ class Findings:
                 request=request,
                 other=other,
                 detail=f"{_listed(runs)}: {detail}",
+                runs=tuple((pages.first, pages.size) for pages in runs[:MAX_RUNS]),
             )
             for (kind, group, request, other, detail), runs in found.items()
         ]

@@ -218,13 +218,12 @@ class ViolationsFold:
         """Ask for what was not asked for yet. Live requests that share a page are the adapter's to find."""
         seen = incident.quarantined
         new = tuple(request for request in requests if ("request", request) not in seen)
-        bad = finding.page >= 0 and (finding.group, finding.page) not in seen
-        if not new and not bad:
+        pages = tuple(page for page in _pages(finding) if (finding.group, page) not in seen)
+        if not new and not pages:
             return
         if len(seen) < MAX_PAGES:
             seen.update(("request", request) for request in new)
-            seen.update({(finding.group, finding.page)} if bad else ())
-        pages = (finding.page,) if bad else ()
+            seen.update((finding.group, page) for page in pages)
         self._mailbox.post(Quarantine(incident.name, new, finding.group, pages, finding.forward))
         yield QuarantineRequested(
             **stamp(finding, self.name), incident=incident.name, requests=new, group=finding.group, pages=pages
@@ -245,6 +244,15 @@ def _requests(finding: Finding) -> tuple[str, ...]:
         if finding.kind.startswith("WRITE_") and finding.owner_state == "held":
             named.append(finding.owner_request)
     return tuple(dict.fromkeys(name for name in named if name))
+
+
+def _pages(finding: Finding) -> Iterator[int]:
+    """The pages that it concerns."""
+    if isinstance(finding, OwnershipViolated) and finding.runs:
+        for first, count in finding.runs:
+            yield from range(first, first + count)
+    elif finding.page >= 0:
+        yield finding.page
 
 
 def _family(kind: str) -> str:

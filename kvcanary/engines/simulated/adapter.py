@@ -45,20 +45,28 @@ class _Watched:
         limits = {"max_tokens": 512, "max_batch_rows": engine.style.rows + engine.style.padding + 1, "max_rows": 64}
         canary.bind(self.layout(), engine="simulated", unarmed=unarmed, **limits)
         # What is launched on this device runs later, and so must what the canary launches.
-        canary.kernels = QueuedKernels(canary.kernels, engine.device)
-        after(engine, "begin", lambda _, r, start: canary.admit(r.name, start=start, identity=r.identity, **_known(r)))
+        canary.launch_through(lambda kernels: QueuedKernels(kernels, engine.device))
+        after(
+            engine,
+            "begin",
+            lambda _, r, start: canary.admit(
+                r.name, start=start, identity=r.identity, tokens=r.tokens, salts=r.salt_list()
+            ),
+        )
         after(engine, "preempt", lambda _, r: canary.preempt(r.name) if r.live else None)
-        after(engine, "finish", lambda _, r: canary.finish(r.name, **_known(r)))
+        after(engine, "finish", lambda _, r: canary.finish(r.name, tokens=r.tokens))
         after(engine, "copy_pages", lambda _, r, group, old, new: canary.move(group, old, new, r.name))
         after(engine, "update_weights", lambda _: canary.weights_updated(engine.epoch))
         if engine.style.tells_rewinds:
-            after(engine, "rewind", lambda _, r, length: canary.rewind(r.name, length, **_known(r)))
+            after(engine, "rewind", lambda _, r, length: canary.rewind(r.name, length, tokens=r.tokens))
         for group, pool in engine.pools.items():
             self.watch_pool(group, pool)
         for method in (self.store, self.stored, self.load, self.loaded):
             after(engine.tier, method.__name__, method)
         self.patches.wrap(engine, "forward", self.forward)
         canary.arm()
+        for group, pool in engine.pools.items():
+            canary.free(group, pool.free)  # so that what is read in them later is known to be nobody's
 
     def end(self) -> None:
         self.patches.undo()
@@ -69,7 +77,7 @@ class _Watched:
         style, groups = self.engine.style, []
         for name, memory in self.engine.memory.items():
             windowed = name == "window"
-            reserved = "null_pages" if windowed and style.sliding == "null" else "trash_pages"
+            null = windowed and style.sliding == "null"
             group = AttentionGroup(
                 name,
                 "swa" if windowed else "full",
@@ -80,7 +88,8 @@ class _Watched:
                 ring=style.ring if windowed else None,
                 max_rewind=style.drafts if windowed else None,
                 offset_follows_position=True,
-                **{reserved: (0,)},
+                null_pages=(0,) if null else (),
+                trash_pages=() if null else (0,),
             )
             groups.append(group)
         return PoolLayout(tuple(groups))
@@ -100,7 +109,9 @@ class _Watched:
     def stored(self, _: Any, package: Any, to: Any) -> None:
         self.canary.transfer(package.name, "landed")
         if to is not self.engine:
-            self.canary.finish(package.request.name)
+            with self.canary.step():  # the records must be there before they go, and this engine may have no more to do
+                self.canary.finish(package.request.name)
+            self.engine.device.run()
 
     def load(self, _: Any, package: Any) -> None:
         self.transfer(package, "in")
@@ -154,7 +165,3 @@ class _Watched:
             return None
         salts = [row.request.salts.get(p, 0) for row in batch.rows for p in range(row.context, row.end)]
         return torch.tensor(salts + [0] * batch.padding, device=batch.input_ids.device)
-
-
-def _known(request: Any) -> dict[str, Any]:
-    return {"tokens": request.tokens, "salts": request.salt_list()}

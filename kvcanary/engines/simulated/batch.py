@@ -105,7 +105,7 @@ def build(forward: int, rows: Sequence[Row], style: Style, device: torch.device,
             batch.mapping[group] = torch.tensor(flat, dtype=torch.int32, device=device)
             lines = [_line(row, group, style) for row in rows] + [[]] * style.padding
             width = max(1, *map(len, lines))
-            full = [line + [*junk[len(line) : width]] for line in lines]
+            full = [[*line, *junk[len(line) : width]] for line in lines]
             batch.tables[group] = torch.tensor(full, dtype=torch.int32, device=device)
     return batch
 

@@ -27,11 +27,15 @@ class Copy:
 class Device:
     """The main stream runs in order, and only when somebody waits for it or lets it :meth:`run`.
 
+    Args:
+        wait: waits for the real device, if there is one.
+
     Attributes:
         launched, done: pieces of work on the main stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Work = bool) -> None:
+        self._wait = wait
         self._stream: deque[Work] = deque()
         self.launched = 0
         self.done = 0
@@ -48,6 +52,7 @@ class Device:
         while self.done < target:
             self.done += 1
             self._stream.popleft()()
+        self._wait()
 
     def copy(self, work: Work) -> Copy:
         """A copy that begins when all that is launched by now is done."""

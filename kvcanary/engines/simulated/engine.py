@@ -40,9 +40,9 @@ class SimulatedEngine:
         if isinstance(style, str) and style not in STYLES:
             raise ConfigError(f"no style {style!r}; styles are {', '.join(STYLES)}")
         self.style = STYLES[style] if isinstance(style, str) else style
-        self.rng = random.Random(seed)
+        self.rng = random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
         self.where = torch.device(device)
-        self.device = Device()
+        self.device = Device(torch.cuda.synchronize) if self.where.type == "cuda" else Device()
         bytes_ = torch.Generator().manual_seed(seed)
         self.memory = {group: Memory(self.style, self.where, bytes_) for group in self.style.groups}
         self.oracle = Oracle(self.device, self.memory)
@@ -137,13 +137,10 @@ class SimulatedEngine:
             return None
         if any(len(pages) > self.pools[group].room for group, pages in need.items()):
             return None
-        child = Request(
-            self._next_name(), list(request.tokens), request.limit, request.identity, dict(request.salts)
-        )
+        child = Request(self._next_name(), list(request.tokens), request.limit, request.identity, dict(request.salts))
         child.epoch = request.epoch
         self.begin(child, request.computed)
         self.running.append(child)
-        child.fed = request.fed[: request.computed]
         for group, pages in request.pages.items():
             kept = pages[: len(pages) - len(need[group])]
             self.pools[group].share(child.name, [page for page in kept if page])
@@ -160,7 +157,7 @@ class SimulatedEngine:
     def update_weights(self) -> None:
         """New weights: what is cached must be found no more."""
         self.settle()
-        self.epoch += 1
+        self.epoch = self.oracle.epoch = self.epoch + 1
         for pool in self.pools.values():
             pool.forget_all()
 

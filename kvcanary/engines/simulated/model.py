@@ -48,6 +48,9 @@ class Model:
             else:
                 self._write(batch, group, values)
                 self._read(batch, group, new=True)
+            if self._oracle.watchful and batch.rows:
+                self._compare(batch, group)
+        self._oracle.end()
         for row in batch.rows:
             if row.samples:
                 self._sample(row)
@@ -59,17 +62,18 @@ class Model:
         for row in batch.rows:
             request, real = row.request, row.request.real
             del request.fed[row.context :]
-            wanted: list[tuple[int, int]] = []
+            given: list[tuple[int, int, bool]] = []
             for number, token in enumerate(row.ids, row.first):
                 position = row.context + number - row.first
                 before = request.fed[-1] if position else request.origin
-                request.fed.append(
-                    value_of(before, ids[number], positions[number], request.salts.get(position, 0))
-                )
-                right = real[position] if token == LATER else token
-                wanted += ((right, ids[number]), (position, positions[number]))
+                request.fed.append(value_of(before, ids[number], positions[number], request.salts.get(position, 0)))
+                known = token != LATER
+                if positions[number] != position:
+                    given.append((position, positions[number], True))
+                else:
+                    given.append((token if known else real[position], ids[number], known))
             values += request.fed[row.context :]
-            self._oracle.fed(batch.forward, request, row.context, wanted)
+            self._oracle.fed(batch.forward, request, row.context, given)
         return values + [self._rng.getrandbits(60) for _ in range(batch.padding)]
 
     def _targets(self, batch: Batch, group: str) -> torch.Tensor:
@@ -84,7 +88,11 @@ class Model:
         for row, wanted in zip(batch.rows, batch.wanted[group], strict=True):
             mine = given[row.first : row.first + len(row.ids)]
             self._oracle.wrote(
-                batch.forward, row.request, group, row.context, list(zip(wanted, mine, row.request.fed[row.context :], strict=True))
+                batch.forward,
+                row.request,
+                group,
+                row.context,
+                list(zip(wanted, mine, row.request.fed[row.context :], strict=True)),
             )
         if min(given) < 0 or max(given) >= memory.slots:
             kept = (slots >= 0) & (slots < memory.slots)
@@ -109,6 +117,19 @@ class Model:
             where = torch.tensor(positions, device=device)
             slots = self._places(batch, group, torch.tensor(rows, device=device), where)
             self._oracle.read(batch.forward, group, names, slots, values)
+
+    def _compare(self, batch: Batch, group: str) -> None:
+        """Whether rows look for their new tokens where the scheduler means them to be."""
+        owners = [number for number, row in enumerate(batch.rows) for _ in row.ids]
+        positions = [position for row in batch.rows for position in range(row.context, row.end)]
+        wanted = [slot for slots in batch.wanted[group] for slot in slots]
+        device = batch.input_ids.device
+        slots = self._places(
+            batch, group, torch.tensor(owners, device=device), torch.tensor(positions, device=device)
+        ).tolist()
+        for number, position, right, slot in zip(owners, positions, wanted, slots, strict=True):
+            if slot != right >= 0:
+                self._oracle.misled(batch.forward, batch.rows[number].request.name, group, position, slot)
 
     def _right(self, row: Row) -> list[int]:
         """What a row's tokens should come to, guesses included."""

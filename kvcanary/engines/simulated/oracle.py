@@ -18,6 +18,7 @@ from kvcanary.engines.simulated.memory import Memory
 from kvcanary.engines.simulated.requests import Request
 
 WrongKind = Literal["read", "content", "write", "input", "owner", "epoch"]
+Due = Literal["now", "next", "end", "never"]
 BLANK = 0
 """In the book: nobody wrote this slot since its page was handed out."""
 
@@ -34,7 +35,9 @@ class Wrong:
         request: who did or suffered it; "": nobody.
         group, page, slot, position: where; -1: nowhere.
         expected, found: numbers that stand for keys and values, tokens, positions, slots or pages.
-        certain: it does harm at once. Else it may, and to say so is right, but not to say so is no miss.
+        author: who put there what was read.
+        due: by when it can be known: ``now``; ``next``: when its request runs again; ``end``: when that ends;
+            ``never``: it does no harm yet, so to say so is right, and not to say so is no miss.
     """
 
     forward: int
@@ -46,7 +49,8 @@ class Wrong:
     position: int = -1
     expected: int = 0
     found: int = 0
-    certain: bool = True
+    author: str = ""
+    due: Due = "now"
 
 
 class Oracle:
@@ -55,17 +59,30 @@ class Oracle:
     Attributes:
         wrongs: in the order in which they happened.
         forward: number of the next forward to be launched.
+        epoch: of the present weights.
         reads: how many reads of attention were judged.
         book: per group and slot, the number of what was put there on purpose; :data:`BLANK` where nothing was.
         renewed: (group, slot, forward): what was there before is gone since that forward.
+        executing: number of the forward that the device began last.
+        ran: for each request the forwards that it took part in, and its length before each.
+        watchful: look for changed bytes everywhere after each forward, and not only where somebody reads.
     """
 
     def __init__(self, device: Device, memory: dict[str, Memory]) -> None:
         self.wrongs: list[Wrong] = []
         self.forward = 1
+        self.epoch = 0
         self.reads = 0
         self.renewed: set[tuple[str, int, int]] = set()
-        self._executed = 0
+        self.ran: dict[str, list[tuple[int, int]]] = {}
+        self.watchful = False
+        self.executing = 0
+        self._author: dict[int, str] = {}
+        self._lost: set[tuple[str, int]] = set()
+        self._changed: set[tuple[str, int]] = set()
+        self._misfed: dict[str, int] = {}
+        self._filling: dict[tuple[str, int], str] = {}
+        self._last_use: dict[tuple[str, int], int] = {}
         self._device = device
         self._memory = memory
         self.book = {group: [BLANK] * one.slots for group, one in memory.items()}
@@ -84,26 +101,28 @@ class Oracle:
         """Pages are handed out."""
         for page in pages:
             key = group, page
-            if self._now.get(key) or key in self._epochs:
+            if self._now.get(key) or key in self._epochs or key in self._filling:
                 self.wrong("owner", request, group=group, page=page)
             self._now[key] = {request}
             self._known.add(key)
         self._device.launch(lambda: self._handed(group, request, pages))
 
     def shared(self, group: str, request: str, pages: Sequence[int], epoch: int | None) -> None:
-        """A request holds pages with what is in them; ``epoch``: they were found by their prefix under these weights."""
+        """A request holds pages with what is in them; ``epoch``: found by their prefix, under these weights."""
         for page in pages:
             key = group, page
             if epoch is not None and self._epochs.get(key, -1) != epoch:
                 self.wrong("epoch" if key in self._epochs else "owner", request, group=group, page=page)
+            elif self._epochs.get(key, self.epoch) != self.epoch:
+                self.wrong("epoch", request, group=group, page=page, due="never")
             self._now.setdefault(key, set()).add(request)
-        self._device.launch(lambda: [self._later.setdefault((group, page), set()).add(request) for page in pages])
+        self._device.launch(lambda: self._joined(group, request, pages))
 
     def left(self, group: str, request: str, pages: Sequence[int]) -> None:
         """A request holds pages no more."""
         for page in pages:
             self._now.get((group, page), set()).discard(request)
-        self._device.launch(lambda: [self._later.get((group, page), set()).discard(request) for page in pages])
+        self._device.launch(lambda: self._parted(group, request, pages))
 
     def freed(self, group: str, pages: Sequence[int]) -> None:
         """Pages are given back."""
@@ -111,9 +130,10 @@ class Oracle:
             key = group, page
             held = self._now.get(key)
             if held or key in self._epochs or key not in self._known:
-                certain = key in self._epochs or key not in self._known
-                self.wrong("owner", min(held) if held else "", group=group, page=page, certain=certain)
+                due: Due = "now" if key in self._epochs or key not in self._known else "never"
+                self.wrong("owner", min(held) if held else "", group=group, page=page, due=due)
             self._now[key] = set()
+            self._last_use[key] = self.forward - 1
             self._known.discard(key)
         self._device.launch(lambda: [self._later.pop((group, page), None) for page in pages])
 
@@ -125,12 +145,36 @@ class Oracle:
         """A page cannot be found any more."""
         self._epochs.pop((group, page), None)
 
+    def filling(self, group: str, name: str, request: str, pages: Sequence[int]) -> None:
+        """A copy that no stream orders begins to fill pages."""
+        for page in pages:
+            key = group, page
+            if key in self._filling or self._last_use.get(key, 0) > self.executing:
+                self.wrong("owner", request, group=group, page=page)
+            self._filling[key] = name
+
+    def filled(self, group: str, name: str, request: str, pages: Sequence[int], *, failed: bool) -> None:
+        """The copy has ended, and the request goes on."""
+        for page in pages:
+            if self._filling.get((group, page)) == name:
+                del self._filling[group, page]
+            if failed:
+                self.wrong("owner", request, group=group, page=page)
+
     # --- what the device does -----------------------------------------------------------------------------
 
     def _handed(self, group: str, request: str, pages: Sequence[int]) -> None:
         for page in pages:
             self._later[group, page] = {request}
             self._put(group, page, [BLANK] * self._memory[group].page_size)
+
+    def _joined(self, group: str, request: str, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._later.setdefault((group, page), set()).add(request)
+
+    def _parted(self, group: str, request: str, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._later.get((group, page), set()).discard(request)
 
     def copied(self, group: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Pages are copied in stream order."""
@@ -151,52 +195,86 @@ class Oracle:
     def _put(self, group: str, page: int, values: Sequence[int]) -> None:
         first = page * len(values)
         self.book[group][first : first + len(values)] = values
-        self.renewed.update((group, first + place, self._executed + 1) for place in range(len(values)))
+        self.renewed.update((group, first + place, self.executing + 1) for place in range(len(values)))
 
     def begin(self, forward: int) -> None:
         """A forward begins on the device."""
-        self._executed = forward
+        self.executing = forward
+        self._lost.clear()
 
-    def fed(self, forward: int, request: Request, start: int, wanted: Iterable[tuple[int, int]]) -> None:
-        """The model gets pairs of (wanted, given) for tokens, from position ``start`` on."""
-        for number, (right, given) in enumerate(wanted):
-            if right != given:
-                self.wrong("input", request.name, forward, position=start + number, expected=right, found=given)
+    def end(self) -> None:
+        """A forward is over."""
+        if self.watchful:
+            for group in self.book:
+                self._look(group)
 
-    def wrote(self, forward: int, request: Request, group: str, start: int, slots: Iterable[tuple[int, int, int]]) -> None:
+    def _look(self, group: str) -> None:
+        memory, book = self._memory[group], self.book[group]
+        noted = torch.tensor(book, dtype=torch.int64, device=memory.kv.device)
+        slots = torch.arange(memory.slots, device=noted.device)
+        changed = memory.differs(slots, noted).logical_and_(noted != BLANK).nonzero().flatten().tolist()
+        for slot in changed:
+            if (group, slot) not in self._changed:
+                self._changed.add((group, slot))
+                author = self._author.get(book[slot], "")
+                self.wrong("content", author, self.executing, due="never", **self._where(group, slot))
+
+    def _where(self, group: str, slot: int) -> dict[str, object]:
+        return {"group": group, "page": slot // self._memory[group].page_size, "slot": slot}
+
+    def fed(self, forward: int, request: Request, start: int, given: Sequence[tuple[int, int, bool]]) -> None:
+        """The model gets (wanted, given, known to the scheduler) for each token from position ``start`` on."""
+        name = request.name
+        self.ran.setdefault(name, []).append((forward, start))
+        if self._misfed.get(name, -1) >= start:
+            del self._misfed[name]
+        for position, (right, got, known) in enumerate(given, start):
+            if right != got:
+                due: Due = "now" if known else "end"
+                self.wrong("input", name, forward, position=position, expected=right, found=got, due=due)
+                self._misfed.setdefault(name, position)
+
+    def wrote(
+        self, forward: int, request: Request, group: str, start: int, slots: Iterable[tuple[int, int, int]]
+    ) -> None:
         """Tokens from position ``start`` on go to slots: (wanted, given, value). Negative: nowhere."""
         size, book = self._memory[group].page_size, self.book[group]
         for position, (wanted, given, value) in enumerate(slots, start):
-            page = given // size
-            where = {"group": group, "page": page, "slot": given, "position": position}
-            where |= {"expected": wanted, "found": given}
+            where = {**self._where(group, given), "position": position, "expected": wanted, "found": given}
             if wanted != given:
-                self.wrong("write", request.name, forward, **where)
-            elif given >= 0 and request.name not in self._later.get((group, page), ()):
-                self.wrong("write", request.name, forward, **where, certain=book[given] != value)
+                lost = given < size  # nowhere, or the reserved page: seen when it is missed
+                self.wrong("write", request.name, forward, **where, due="next" if lost else "now")
+                if lost:
+                    self._lost.add((group, wanted))
+            elif given >= 0 and request.name not in self._later.get((group, given // size), ()):
+                self.wrong("write", request.name, forward, **where, due="never" if book[given] == value else "now")
             if given >= 0:
                 book[given] = value
+                self._author[value] = request.name
                 self.renewed.add((group, given, forward))
 
     def read(
         self, forward: int, group: str, names: Sequence[tuple[str, int]], slots: torch.Tensor, values: Sequence[int]
     ) -> None:
         """Attention reads ``slots``, which should hold ``values``; ``names`` are request and position of each."""
-        if not values:
-            return
         self.reads += len(values)
-        memory = self._memory[group]
+        memory, book = self._memory[group], self.book[group]
         inside = slots.clamp(0, memory.slots - 1)
         wanted = torch.tensor(values, dtype=torch.int64, device=slots.device)
-        places, book = slots.tolist(), self.book[group]
-        written = [book[place] if 0 <= place < len(book) else BLANK for place in places]
-        if memory.holds(inside, wanted) and written == values:
+        places = slots.tolist()
+        noted = [book[place] if 0 <= place < len(book) else BLANK for place in places]
+        if noted == values and memory.holds(inside, wanted):
             return
         broken = memory.differs(inside, wanted).tolist()
-        for (name, position), place, value, noted, bad in zip(names, places, values, written, broken, strict=True):
-            if noted != value or bad:
-                kind: WrongKind = "read" if noted != value else "content"
-                page = place // memory.page_size
-                where = {"group": group, "page": page, "slot": place, "position": position}
-                where |= {"expected": value, "found": noted}
-                self.wrong(kind, name, forward, **where)
+        for (name, position), place, value, found, bad in zip(names, places, values, noted, broken, strict=True):
+            if found != value or bad:
+                where = {**self._where(group, place), "position": position, "expected": value, "found": found}
+                author = self._author.get(found, "")
+                due: Due = "next" if (group, place) in self._lost else "now"
+                if author == name and position >= self._misfed.get(name, 1 << 30):
+                    due = "end"
+                self.wrong("read" if found != value else "content", name, forward, **where, author=author, due=due)
+
+    def misled(self, forward: int, request: str, group: str, position: int, slot: int) -> None:
+        """A row looks for a token where it does not write it, though the same may be there."""
+        self.wrong("read", request, forward, **self._where(group, slot), position=position, due="never")

@@ -1,8 +1,9 @@
-"""The host tier: requests whose pages were copied out, by copies that no stream orders; also the way to another engine."""
+"""The host tier: requests whose pages were copied out, and the way to another engine. No stream orders its copies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +118,8 @@ class HostTier:
             for group in package.pages:
                 engine.memory[group].load(package.held(group), package.saved[group])
 
+        for group in package.pages:
+            engine.oracle.filling(group, package.name, package.request.name, package.held(group))
         return engine.device.copy(copy)
 
     def loaded(self, package: Package) -> None:
@@ -124,7 +127,8 @@ class HostTier:
         engine, request = self._engine, package.request
         for group in package.pages:
             pages, book = package.held(group), package.book[group]
-            engine.device.launch(lambda group=group, pages=pages, book=book: engine.oracle.load(group, pages, book))
+            engine.oracle.filled(group, package.name, request.name, pages, failed=package.failed)
+            engine.device.launch(partial(engine.oracle.load, group, pages, book))
         engine.mapped(request)
         engine.running.append(request)
 

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcanary.engines.simulated import STYLES, SimulatedEngine, Wrong
+from kvcanary.errors import ConfigError
+from kvcanary.events import ViolationDetected
+from kvcanary.faults.agreement import disagreements, search, shrink
+from kvcanary.faults.matrix import matrix
+from kvcanary.faults.programs import Call, Outcome, Program, random_program, run
+from kvcanary.faults.simulated_faults import SIMULATED, SimulatedInjector
+
+CHUNK = 50
+LENGTH = 14
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first_seed" in metafunc.fixturenames:
+        count = metafunc.config.getoption("programs", 1500)
+        metafunc.parametrize("first_seed", range(0, count, CHUNK))
+
+
+def test_oracle_and_canary_agree_on_random_programs_with_at_most_one_fault(first_seed: int) -> None:
+    found = search(range(first_seed, first_seed + CHUNK), ["", *SIMULATED], length=LENGTH)
+    assert not found.problems, "\n\n".join(found.problems)
+    assert found.harmed
+    assert found.reads > CHUNK
+
+
+def test_oracle_and_canary_agree_on_long_programs_without_a_fault() -> None:
+    found = search(range(10_000, 10_040), [""], length=60)
+    assert not found.problems, "\n\n".join(found.problems)
+    assert not found.harmed
+
+
+def test_a_wrong_that_nobody_reports_is_a_disagreement() -> None:
+    outcome = Outcome([Wrong(3, "read", "r1", "full", 4, 16, 0)], [], None, 5, 9)
+    assert disagreements(outcome) == [f"missed: {outcome.truth[0]}"]
+
+
+def violation(forward: int, request: str = "r1", page: int = 4) -> ViolationDetected:
+    return ViolationDetected(forward=forward, kind="DIGEST", role="check", group="full", page=page, request=request)
+
+
+def test_a_report_of_the_same_page_in_time_agrees_and_one_that_comes_later_does_not() -> None:
+    wrong = Wrong(3, "read", "r1", "full", 4, 16, 0)
+    assert disagreements(Outcome([wrong], [violation(3, "r9")], None, 5, 9)) == []
+    assert disagreements(Outcome([wrong], [violation(4, "r9")], None, 5, 9)) == [f"missed: {wrong}"]
+
+
+def test_an_alarm_before_anything_is_wrong_or_about_somebody_else_is_false() -> None:
+    wrong = Wrong(3, "read", "r1", "full", 4, 16, 0)
+    early = Outcome([wrong], [violation(2), violation(3)], None, 5, 9)
+    assert [line[:11] for line in disagreements(early)] == ["false alarm"]
+    stranger = Outcome([wrong], [violation(3), violation(3, "r2", page=7)], None, 5, 9)
+    assert disagreements(stranger) == ["false alarm: DIGEST: full page 7 of r2 in forward 3"]
+
+
+def test_a_program_is_cut_down_to_what_is_needed() -> None:
+    program = Program(style=STYLES["paged"], seed=1, calls=tuple(Call("step", n) for n in range(20)), fault="x", at=15)
+    short = shrink(program, lambda one: any(call.number == 7 for call in one.calls))
+    assert short.calls == (Call("step", 7),)
+    assert short.at <= 1
+
+
+def test_a_canary_that_misses_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary.kernels.ref_check.check", lambda *_: None)
+    found = search(range(40), ["swapped-pages", "foreign-table"], length=LENGTH)
+    assert found.problems
+    assert "missed" in found.problems[0]
+
+
+def test_a_canary_that_cries_wolf_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary.lifecycle.digest_tokens", lambda *_: 12345)
+    found = search(range(60), [""], length=LENGTH)
+    assert found.problems
+    assert "false alarm: REQUEST_DIGEST" in found.problems[0]
+
+
+@pytest.mark.parametrize("fault", SIMULATED)
+def test_each_fault_is_named_by_the_right_check_in_time_and_its_twin_is_silent(fault: str) -> None:
+    fitting = [name for name, style in STYLES.items() if SIMULATED[fault].fits(style)]
+    style = fitting[sorted(SIMULATED).index(fault) % len(fitting)]
+    (cell,) = matrix(faults=[fault], styles=[style])
+    assert cell.holds, cell
+    assert cell.clean
+    assert cell.detected_by in SIMULATED[fault].fault.expects
+
+
+def test_a_cell_in_which_the_fault_does_no_harm_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary.faults.matrix.TRIES", 2)
+    operation = replace(SIMULATED["wild-entry"], arm=lambda _: None)
+    monkeypatch.setitem(SIMULATED, "wild-entry", operation)
+    (cell,) = matrix(faults=["wild-entry"], styles=["paged"])
+    assert not cell.holds
+    assert "did no harm in 2 programs" in cell.problem
+
+
+def test_a_cell_whose_fault_is_seen_by_nobody_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary.kernels.ref_check.check", lambda *_: None)
+    (cell,) = matrix(faults=["wild-entry"], styles=["paged"])
+    assert "not seen by SLOT_RANGE; found was nothing" in cell.problem
+
+
+def test_faults_and_styles_that_do_not_exist_or_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no fault 'wild'"):
+        matrix(faults=["wild"])
+    with pytest.raises(ConfigError, match="no style 'flat'"):
+        matrix(styles=["flat"])
+    with pytest.raises(ConfigError, match="none of these faults"):
+        matrix(faults=["lost-translation"], styles=["paged"])
+
+
+def test_an_injector_plants_one_fault_that_fits() -> None:
+    injector = SimulatedInjector(SimulatedEngine("paged"))
+    with pytest.raises(ConfigError, match="no fault 'flipped'"):
+        injector.plant("flipped")
+    with pytest.raises(ConfigError, match="cannot happen in style 'paged'"):
+        injector.plant("lost-translation")
+    injector.plant("flipped-bit")
+    with pytest.raises(ConfigError, match="one injector plants one fault"):
+        injector.plant("swapped-pages")
+
+
+def test_a_program_is_the_same_every_time() -> None:
+    program = random_program(11, faults=["early-free"])
+    one, two = run(program), run(program)
+    assert one.truth == two.truth
+    assert [(f.kind, f.forward, f.page) for f in one.findings] == [(f.kind, f.forward, f.page) for f in two.findings]
