@@ -47,6 +47,10 @@ prometheus: ## Fetch a Prometheus server for the tests that scrape with one (Deb
 soak: $(READY) ## Serve thousands of requests in every engine mode, watched: nothing may be found
 	@$(offline) $(BIN)/python -m tests.engines.soak $(ARGS)
 
+.PHONY: programs
+programs: $(READY) ## Random programs on the simulated engine, judged by its oracle: make programs ARGS="--programs 20000"
+	@$(offline) $(BIN)/python -m tests.simulated.search $(ARGS)
+
 .PHONY: bench
 bench: $(READY) ## Measure what the canary costs on this machine: make bench ARGS="--quick"
 	@$(BIN)/kvcanary bench $(ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernels import triton_rig  # noqa: F401
 
 

@@ -1,12 +1,13 @@
-"""``kvcanary selftest``: this machine's kernels against the reference.
+"""``kvcanary selftest``: this machine's kernels against the reference, and the fault matrix on them.
 
-It finds a wrong compiler before that cries wolf.
+The first finds a wrong compiler before that cries wolf; the second shows that what it must find is found.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -17,13 +18,13 @@ from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcanary.cli.selftest_compare import Tally
+    from kvcanary.faults.matrix import Cell
     from kvcanary.kernels import Kernels
 
 FULL, TINY = 60, 3
 """cases on a GPU, and under the interpreter, which is some thousand times slower"""
 CLEAN_EVERY = 3
 """every third case is clean, and must stay silent"""
-SHOWN = 10
 
 
 def selftest(
@@ -33,27 +34,39 @@ def selftest(
     cases: int | None = None,
     forwards: int = 8,
     seed: int = 0,
+    only: Literal["all", "kernels", "faults"] = "all",
+    faults: str = "all",
     json: bool = False,
 ) -> int:
-    """Compare the kernels with the reference on this machine, bit for bit.
+    """Compare the kernels with the reference on this machine, bit for bit, and plant every fault of the field.
 
     Each case is a small random pool with random traffic, run on the CPU by the reference and on the device by the
     backend; after every operation all records, rows, counters and queues are compared. In two of three cases things
-    are broken on purpose; in the third nothing may be reported. The exit status is 1 if anything differs.
+    are broken on purpose; in the third nothing may be reported.
 
-    Without a GPU the Triton kernels run under their interpreter, a few cases only.
+    The fault matrix serves random requests on a simulated engine in eight styles of paging, and plants each fault in
+    each style that can have it. An oracle inside the engine knows what went wrong. A cell holds if the right check
+    named it, in time, with a request that was hit, if nothing else was missed or reported, and if the same program
+    without the fault is silent. The exit status is 1 if kernels differ or a cell fails.
+
+    Without a GPU the Triton kernels run under their interpreter, a few cases only, and the matrix runs on the
+    reference.
 
     Examples:
-      kvcanary selftest                         the backend that this machine would use
-      kvcanary selftest --device cuda --json    one JSON object
-      kvcanary selftest --cases 500 --seed 7    longer, with other cases
+      kvcanary selftest                            the backend that this machine would use
+      kvcanary selftest --device cuda --json       one JSON object
+      kvcanary selftest --cases 500 --seed 7       longer, with other cases
+      kvcanary selftest --only faults              the fault matrix alone
+      kvcanary selftest --faults late-table        one fault, in all styles
 
     Args:
         device: where the backend runs; auto takes CUDA if there is any.
         backend: what is compared with the reference.
         cases: how many; default 60 on a GPU, 3 under the interpreter.
         forwards: forwards of each case.
-        seed: of the first case; the others follow.
+        seed: of the first case, and of the first program that is tried for a fault; the others follow.
+        only: the comparison of kernels, the fault matrix, or both.
+        faults: names separated by commas, or all; a wrong name lists the right ones. Names leave out the kernels.
         json: one JSON object instead of the table.
 
     Returns:
@@ -66,11 +79,27 @@ def selftest(
     if count < 1 or forwards < 1:
         raise ConfigError(f"--cases is {count} and --forwards is {forwards}; both must be at least 1")
     torch.set_num_threads(1)
+    report: dict[str, Any] = {"machine": describe_machine(Setting(where)), "passed": True}
+    names = () if faults == "all" else tuple(faults.split(","))
+    if only != "faults" and not names:
+        report |= _kernels(backend, where, count, forwards, seed)
+    if only != "kernels":
+        matrix = fault_matrix(backend, where, names, seed)
+        report |= {"matrix": matrix, "passed": report["passed"] and matrix["passed"]}
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        from kvcanary.cli.selftest_print import print_report
+
+        print_report(report)
+    return 0 if report["passed"] else 1
+
+
+def _kernels(backend: str, where: str, count: int, forwards: int, seed: int) -> dict[str, Any]:
     candidate = _candidate(backend, where)
     began = time.perf_counter()
     tally = compare(candidate, where, cases=count, forwards=forwards, seed=seed)
-    report = {
-        "machine": describe_machine(Setting(where)),
+    return {
         "backend": candidate.name,
         "interpreted": where == "cpu" and candidate.name == "triton",
         "cases": count,
@@ -78,11 +107,35 @@ def selftest(
         "seconds": round(time.perf_counter() - began, 1),
         **as_json(tally),
     }
-    if json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
-    else:
-        _print(report)
-    return 0 if tally.passed else 1
+
+
+def fault_matrix(backend: str, device: str, faults: Sequence[str], seed: int) -> dict[str, Any]:
+    """The fault matrix as plain values. On a CPU it runs on the reference: the interpreter takes hours."""
+    from kvcanary.faults.matrix import matrix
+
+    backend = ("triton" if device == "cuda" else "reference") if backend == "auto" or device == "cpu" else backend
+    began = time.perf_counter()
+    cells = matrix(backend=backend, device=device, faults=faults, seed=seed)
+    return {
+        "passed": all(cell.holds for cell in cells),
+        "backend": backend,
+        "seconds": round(time.perf_counter() - began, 1),
+        "cells": [_cell_as_json(cell) for cell in cells],
+    }
+
+
+def _cell_as_json(cell: Cell) -> dict[str, Any]:
+    return {
+        "fault": cell.fault,
+        "style": cell.style,
+        "holds": cell.holds,
+        "detected_by": cell.detected_by,
+        "after_forwards": cell.after,
+        "request_named": cell.named,
+        "clean_twin_silent": cell.clean,
+        "seed": cell.seed,
+        "problem": cell.problem,
+    }
 
 
 def compare(candidate: Kernels, device: str, *, cases: int, forwards: int, seed: int) -> Tally:
@@ -135,38 +188,6 @@ def _candidate(backend: str, device: str) -> Kernels:
     if backend == "triton" and device == "cpu":
         interpret_triton()
     return load_kernels(backend, device)
-
-
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("operation")
-    table.add_column("compared", justify="right")
-    table.add_column("differing", justify="right")
-    for row in report["operations"]:
-        table.add_row(row["operation"], f"{row['compared']:,}", f"{row['differing']:,}")
-    console.print(table)
-    machine = report["machine"]
-    gpu = machine.get("gpu", {}).get("name")
-    place = gpu or (f"{machine['processor']}, interpreted" if report["interpreted"] else machine["processor"])
-    versions = machine["versions"]
-    console.print(
-        f"\n{report['cases']} cases, {report['forwards']} forwards, {report['backend']} against reference on {place}, "
-        f"torch {versions.get('torch', '?')}, triton {versions.get('triton', 'none')}, {report['seconds']} s",
-        markup=False,
-    )
-    broken = sum(report["reported_on_purpose"].values())
-    console.print(
-        f"clean: {report['clean_forwards']} forwards, {report['false_alarms']} false alarms; broken on purpose: "
-        f"{broken} reports of {len(report['reported_on_purpose'])} kinds, alike on both sides",
-        markup=False,
-    )
-    for line in report["differences"][:SHOWN]:
-        console.print(f"  {line}", markup=False)
-    console.print("passed" if report["passed"] else "FAILED: do not trust this backend on this machine")
 
 
 if __name__ == "__main__":

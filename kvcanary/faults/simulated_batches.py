@@ -317,7 +317,7 @@ def _op(
     change: Callable[[Injector, Batch], Hit | None],
     expects: str,
     *,
-    within: int = 0,
+    within: int | None = 0,
     fits: Callable[[Style], bool] = any_style,
     case: str = "",
 ) -> Operation:
@@ -357,7 +357,7 @@ BATCH_FAULTS: tuple[Operation, ...] = (
         "A token goes to the trash page.",
         _mapping(_trash),
         "TABLE_MISMATCH WRITE_FOREIGN UNWRITTEN",
-        within=1,
+        within=None,
     ),
     _op("same-slot", "Two tokens go to one slot.", _mapping(_same_slot), "WRITE_CONFLICT TABLE_MISMATCH WRITE_FOREIGN"),
     _op(

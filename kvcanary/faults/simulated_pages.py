@@ -227,25 +227,26 @@ def _other_layout(_injector: Injector, package: Any) -> bool:
     return True
 
 
-def _late_landing(injector: Injector, original: Callable[..., None], request: Request) -> None:
-    """An abort gives the pages back and does not stop the copy into them."""
+def _late_landing(injector: Injector, original: Callable[..., bool], package: Any) -> bool:
+    """The request is aborted: its pages are given back, and the copy into them is not stopped."""
     engine = injector.engine
-    coming = [arrival for arrival in engine.tier.coming if arrival[0].request is request]
-    if not coming:
-        return original(request)
-    engine.tier.coming.remove(coming[0])
-    injector.done(request.name)
-    engine.finish(request)
+    if not original(package):
+        return False
+    _, copy = engine.tier.coming.pop()
+    injector.done(package.request.name)
+    engine.finish(package.request)
+    for pool in engine.pools.values():
+        pool.free.reverse()  # what was freed last is handed out first
     steps = injector.rng.randint(1, 3)
 
     def land(*_: Any) -> None:
         nonlocal steps
         steps -= 1
         if steps == 0:
-            engine.device.launch(coming[0][1].work)
+            engine.device.launch(copy.work)
 
     injector.patches.after(engine, "forward", land)
-    return None
+    return True
 
 
 def _overlapping_load(injector: Injector, original: Callable[..., Any], package: Any) -> Any:
@@ -467,11 +468,11 @@ PAGE_FAULTS: tuple[Operation, ...] = (
         "late-landing",
         "An abort frees pages that a copy still fills.",
         "EARLY_REUSE CONTENT",
-        instead(_itself, "abort", _late_landing),
+        instead(_tier, "fetch", _late_landing),
         within=None,
         named=False,
         case="sgl-project/sglang#24527",
-        calls="offload abort",
+        calls="offload submit",
     ),
     _op(
         "overlapping-load",

@@ -176,13 +176,18 @@ def test_a_second_canary_on_one_engine_is_refused() -> None:
 
 def test_a_watch_in_raise_mode_raises_what_was_found() -> None:
     engine = SimulatedEngine(seed=3)
-    with pytest.raises(kvcanary.KVCorruptionError, match="CONTENT"), kvcanary.watch(engine, mode="raise"):
-        request = engine.submit(engine.prompt(6), 8)
+    watch = kvcanary.watch(engine, mode="raise").start()
+    request = engine.submit(engine.prompt(6), 8)
+    engine.step()
+    engine.memory["full"].scale[0, request.pages["full"][0], 1] += 1
+    with pytest.raises(kvcanary.KVCorruptionError, match="CONTENT"):
+        _serve_and_stop(engine, watch)
+
+
+def _serve_and_stop(engine: SimulatedEngine, watch: kvcanary.Watch) -> None:
+    for _ in range(3):
         engine.step()
-        engine.memory["full"].scale[0, request.pages["full"][0], 1] += 1
-        engine.step()
-        engine.step()
-        engine.step()
+    watch.stop()
 
 
 @pytest.mark.parametrize(
