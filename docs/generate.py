@@ -23,6 +23,7 @@ import msgspec
 from kvcanary import config, events
 from kvcanary.cli import COMMANDS, EXAMPLES
 from kvcanary.faults.injectors import FAULTS
+from kvcanary.faults.simulated_faults import SIMULATED
 from kvcanary.observers.metrics import METRICS
 from kvcanary.observers.prometheus import series_names
 
@@ -289,7 +290,16 @@ def _command(name: str) -> str:
         faults = [(code(f.name), f.description, ", ".join(map(code, f.expects)), _within(f.within)) for f in FAULTS]
         page += "Faults that it plants, in this order:\n\n"
         page += table(("fault", "what is done", "named by one of", "after how many forwards at most"), faults)
+    if name == "selftest":
+        page += "Faults of the matrix; a report of one in the field where there is one:\n\n"
+        page += table(("fault", "what is done", "named by one of", "case"), list(_matrix()))
     return page
+
+
+def _matrix() -> Iterator[tuple[str, ...]]:
+    for name, operation in SIMULATED.items():
+        fault = operation.fault
+        yield code(name), fault.description, ", ".join(map(code, fault.expects)), operation.case
 
 
 def _options(command: Any, arguments: str) -> Iterator[tuple[str, ...]]:

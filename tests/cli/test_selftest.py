@@ -125,20 +125,51 @@ def test_a_difference_is_a_non_zero_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "_candidate", lambda *_: WrongFingerprint())
-    assert selftest(device="cpu", cases=3, forwards=3) == 1
+    assert selftest(device="cpu", cases=3, forwards=3, only="kernels") == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
     assert "fingerprint" in printed
 
 
 def test_the_json_report_says_what_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert selftest(device="cpu", backend="reference", cases=4, forwards=4, json=True) == 0
+    assert selftest(device="cpu", backend="reference", cases=4, forwards=4, only="kernels", json=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is True
     assert report["backend"] == "reference"
     assert report["machine"]["versions"]["torch"] == torch.__version__
     assert {row["operation"] for row in report["operations"]} <= OPERATIONS
     assert all(row["differing"] == 0 for row in report["operations"])
+
+
+def test_the_fault_matrix_is_a_table_with_a_line_for_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest(device="cpu", faults="wild-entry,lost-translation") == 0
+    printed = capsys.readouterr().out
+    assert "wild-entry" in printed
+    assert "SLOT_RANGE" in printed
+    assert "8 of 8" in printed
+    assert "1 of 1" in printed
+    assert "9 cells" in printed
+
+
+def test_the_fault_matrix_as_json_has_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest(device="cpu", faults="stale-translation", json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "operations" not in report
+    (cell,) = report["matrix"]["cells"]
+    assert cell["fault"] == "stale-translation"
+    assert cell["style"] == "translated"
+    assert cell["holds"]
+    assert cell["clean_twin_silent"]
+
+
+def test_a_cell_that_fails_is_a_non_zero_exit_status_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvcanary.kernels.ref_check.check", lambda *_: None)
+    assert selftest(device="cpu", faults="lost-translation") == 1
+    printed = capsys.readouterr().out
+    assert "lost-translation in translated: not seen by WINDOW" in printed
+    assert "FAILED" in printed
 
 
 @pytest.mark.parametrize("option", [{"cases": 0}, {"forwards": 0}])
@@ -152,7 +183,7 @@ def test_the_triton_kernels_pass_under_their_interpreter() -> None:
     pytest.importorskip("triton")
     program = (
         "import sys; from kvcanary.cli.selftest import selftest; "
-        "sys.exit(selftest(device='cpu', backend='triton', cases=1, forwards=2, seed=1, json=True))"
+        "sys.exit(selftest(device='cpu', backend='triton', cases=1, forwards=2, seed=1, only='kernels', json=True))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
