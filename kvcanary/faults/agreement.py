@@ -59,7 +59,9 @@ def deadline(wrong: Wrong, outcome: Outcome) -> int | None:
         case "end":
             # The token after the last that counts is fed for nothing, before anybody knows that it was the last.
             used = wrong.position < outcome.lengths.get(wrong.request, 0) - 1
-            return outcome.forwards if used and not again else None
+            # Once it is admitted anew, its base vouches for all that it was fed; what lies in its pages is read then.
+            anew = any(forward > wrong.forward for forward in outcome.begun.get(wrong.request, ()))
+            return outcome.forwards if used and not again and not anew else None
         case "now":
             due = wrong.forward + {"content": LOOKS, "owner": 1, "epoch": 1}.get(wrong.kind, 0)
             looks = range(wrong.forward, due + 1) if wrong.kind == "content" else ()

@@ -67,6 +67,7 @@ class Outcome:
     reads: int
     renewed: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     ran: dict[str, list[tuple[int, int]]] = field(default_factory=dict[str, list[tuple[int, int]]])
+    begun: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     lengths: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -154,6 +155,7 @@ def run(program: Program, *, config: CanaryConfig | None = None, device: str = "
         reads=engine.oracle.reads,
         renewed=engine.oracle.renewed,
         ran=engine.oracle.ran,
+        begun=engine.oracle.begun,
         lengths={request.name: len(request.tokens) for request in player.requests},
     )
 

@@ -178,13 +178,10 @@ def _padding_write(injector: Injector, batch: Batch) -> Hit | None:
     if not batch.padding or not victims:
         return None
     victim = injector.rng.choice(victims)
-    # What it hits in its own forward is sealed as it is found: nobody can tell then.
-    old = min([row.context for row in batch.rows if row.request is victim], default=victim.computed)
-    if not old:
-        return None
-    place = injector.rng.randrange(old)
-    size, mapping = engine.style.page_size, batch.mapping["full"]
-    slot = victim.pages["full"][place // size] * size + place % size
+    place, size = injector.rng.randrange(victim.computed), engine.style.page_size
+    slot, mapping = victim.pages["full"][place // size] * size + place % size, batch.mapping["full"]
+    if any(slot in slots for slots in batch.wanted["full"]):
+        return None  # what it hits in its own forward is sealed as it is found: nobody can tell then
 
     def work() -> None:
         mapping[-1] = slot

@@ -1,6 +1,6 @@
 """Random programs on the simulated engine, as many as one likes: ``python -m tests.simulated.search --programs 20000``.
 
-Prints how far it is, then each program about which oracle and canary disagree, cut down. The exit status is 1 if any.
+Prints how far it is, and each program about which oracle and canary disagree, cut down. The exit status is 1 if any.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=14, help="calls of a program")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.monotonic()
+    began, shown = time.monotonic(), list[str]()
 
     def told(found: Search) -> None:
+        while len(found.problems) > len(shown):
+            shown.append(found.problems[len(shown)])
+            sys.stdout.write(f"\n{shown[-1]}\n\n")
         if found.programs % EVERY == 0 or found.programs == arguments.programs:
             sys.stdout.write(
                 f"{found.programs:,} programs, {found.forwards:,} forwards, {found.reads:,} reads judged, "
@@ -38,8 +41,6 @@ def main() -> int:
 
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
     found = search(seeds, ["", *SIMULATED], length=arguments.length, told=told)
-    for problem in found.problems:
-        sys.stdout.write(f"\n{problem}\n")
     return 1 if found.problems or not found.harmed else 0
 
 

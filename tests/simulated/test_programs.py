@@ -67,16 +67,19 @@ def test_a_program_is_cut_down_to_what_is_needed() -> None:
 
 def test_a_canary_that_misses_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcanary.kernels.ref_check.check", lambda *_: None)
-    found = search(range(40), ["swapped-pages", "foreign-table"], length=LENGTH)
+    monkeypatch.setattr("kvcanary.faults.agreement.shrink", lambda program, _: program)
+    found = search(range(40), ["swapped-pages"], length=LENGTH)
     assert found.problems
     assert "missed" in found.problems[0]
 
 
 def test_a_canary_that_cries_wolf_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcanary.lifecycle.digest_tokens", lambda *_: 12345)
-    found = search(range(60), [""], length=LENGTH)
+    monkeypatch.setattr("kvcanary.faults.agreement.shrink", lambda program, _: program)
+    found = search(range(30), [""], length=LENGTH)
     assert found.problems
-    assert "false alarm: REQUEST_DIGEST" in found.problems[0]
+    assert all("false alarm" in problem for problem in found.problems)
+    assert any("REQUEST_DIGEST" in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize("fault", SIMULATED)
@@ -129,3 +132,19 @@ def test_a_program_is_the_same_every_time() -> None:
     one, two = run(program), run(program)
     assert one.truth == two.truth
     assert [(f.kind, f.forward, f.page) for f in one.findings] == [(f.kind, f.forward, f.page) for f in two.findings]
+
+
+def test_a_token_that_was_swapped_before_an_offload_is_nobodys_miss_until_its_pages_are_read() -> None:
+    calls = ("submit:971334", "submit:683175", "step:0", "step:0", "offload:542948")
+    program = Program(
+        style=STYLES["null-block"],
+        seed=101966,
+        calls=tuple(Call(what, int(number)) for what, _, number in (call.partition(":") for call in calls)),
+        fault="swapped-tokens",
+        at=2,
+    )
+    assert disagreements(run(program)) == []
+    read = replace(program, calls=(*program.calls, *[Call("step", 0)] * 4))
+    found = run(read)
+    assert "REQUEST_DIGEST" in {finding.kind for finding in found.findings}
+    assert disagreements(found) == []

@@ -91,6 +91,7 @@ class SimulatedEngine:
         """A request becomes active, and so much of it is computed already."""
         request.computed = start
         request.fed = request.expected(start)[:start]
+        self.oracle.began(request.name)
 
     def abort(self, request: Request) -> None:
         """Nobody wants the answer any more. What copies do with the pages is waited for."""

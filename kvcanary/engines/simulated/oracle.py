@@ -65,6 +65,7 @@ class Oracle:
         renewed: (group, slot, forward): what was there before is gone since that forward.
         executing: number of the forward that the device began last.
         ran: for each request the forwards that it took part in, and its length before each.
+        begun: for each request the forwards from which it was active.
         watchful: look for changed bytes everywhere after each forward, and not only where somebody reads.
     """
 
@@ -75,6 +76,7 @@ class Oracle:
         self.reads = 0
         self.renewed: set[tuple[str, int, int]] = set()
         self.ran: dict[str, list[tuple[int, int]]] = {}
+        self.begun: dict[str, list[int]] = {}
         self.watchful = False
         self.executing = 0
         self._author: dict[int, str] = {}
@@ -144,6 +146,11 @@ class Oracle:
     def evicted(self, group: str, page: int) -> None:
         """A page cannot be found any more."""
         self._epochs.pop((group, page), None)
+
+    def began(self, request: str) -> None:
+        """A request becomes active, perhaps again: what was fed before counts by what it left in its pages."""
+        self.begun.setdefault(request, []).append(self.forward)
+        self._device.launch(lambda: self._misfed.pop(request, None))
 
     def filling(self, group: str, name: str, request: str, pages: Sequence[int]) -> None:
         """A copy that no stream orders begins to fill pages."""
