@@ -347,6 +347,13 @@ ROWS: tuple[Row, ...] = (
         for place, words in _PLACES
     ),
     Row(
+        name="ledger_step_us.1000_requests",
+        title="the ledger's work for a step of overlapped decode traffic, 1,000 requests",
+        unit="us",
+        bench="ledger",
+        needs="cpu",
+    ),
+    Row(
         name="record_bytes_per_slot",
         title="memory per slot and group",
         unit="B",
