@@ -10,7 +10,7 @@ import torch
 from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
 from kvcanary.canary import Canary
 from kvcanary.engines.base import FACTS, Patches, unarmed_checks
-from kvcanary.engines.simulated.queued import QueuedKernels
+from kvcanary.kernels.queued import QueuedKernels
 from kvcanary.layout import AttentionGroup, PoolLayout
 
 
@@ -19,6 +19,7 @@ class SimulatedAdapter:
 
     name = "simulated"
     facts = FACTS
+    quarantines = False
 
     def matches(self, engine: object) -> bool:
         """Whether it is one."""
@@ -45,7 +46,7 @@ class _Watched:
         limits = {"max_tokens": 512, "max_batch_rows": engine.style.rows + engine.style.padding + 1, "max_rows": 64}
         canary.bind(self.layout(), engine="simulated", unarmed=unarmed, **limits)
         # What is launched on this device runs later, and so must what the canary launches.
-        canary.launch_through(lambda kernels: QueuedKernels(kernels, engine.device))
+        canary.launch_through(lambda kernels: QueuedKernels(kernels, engine.device.launch))
         after(
             engine,
             "begin",
@@ -93,6 +94,10 @@ class _Watched:
             )
             groups.append(group)
         return PoolLayout(tuple(groups))
+
+    def admit(self, _: Any, request: Any, start: int) -> None:
+        known = {"tokens": request.tokens, "salts": request.salt_list()}
+        self.canary.admit(request.name, start=start, identity=request.identity, **known)
 
     def watch_pool(self, group: str, pool: Any) -> None:
         canary, after = self.canary, self.patches.after

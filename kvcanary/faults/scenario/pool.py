@@ -19,6 +19,7 @@ from kvcanary.events import Event
 from kvcanary.exported import Records
 from kvcanary.faults.scenario.device import DeviceQueue
 from kvcanary.faults.scenario.parse import Group, Source
+from kvcanary.kernels.queued import QueuedKernels
 from kvcanary.layout import Arena, AttentionGroup, KVSource, PoolLayout
 from kvcanary.testing import EventRecorder
 
@@ -86,11 +87,8 @@ class Pool:
             max_rows=MAX_ROWS,
             engine="scenario",
         )
-        kernels = self.canary.kernels
-        if kernels is None:
-            raise WorldError("the canary has no kernels")
-        self.queue = DeviceQueue(kernels, held)
-        self.canary.kernels = self.queue
+        self.queue = DeviceQueue(held)
+        self.canary.launch_through(lambda kernels: QueuedKernels(kernels, self.queue.put))
         self.canary.arm()
 
     def close(self) -> None:
