@@ -12,6 +12,11 @@ READY := $(VENV)/.ready
 OLD_ENGINE := .venv-tf517/.ready
 PROMETHEUS := .venv-prometheus
 
+# Engines that need an environment of their own, with the set of packages that they were resolved for.
+ENGINES ?= vllm sglang
+# The torch below them. Elsewhere than on a CPU-only index: make test-engines ENGINE_TORCH="torch==2.13.0 --index-url ..."
+ENGINE_TORCH ?= torch==2.13.0
+
 # An interpreter of one's own choice: make test PYTHON=python3.13
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
@@ -42,6 +47,13 @@ prometheus: ## Fetch a Prometheus server for the tests that scrape with one (Deb
 		if [ "$$(id -u)" = 0 ]; then apt-get update -qq; fi; \
 		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb; \
 	}
+
+.PHONY: test-engines
+test-engines: $(ENGINES:%=.venv-%/.ready) ## Run the tests of the vLLM and SGLang adapters, on the released engines (gigabytes of downloads)
+	@for engine in $(ENGINES); do \
+		echo "Testing the adapter of $$engine"; \
+		$(offline) .venv-$$engine/bin/python -m pytest -m "" tests/engines/$$engine $(ARGS); \
+	done
 
 .PHONY: soak
 soak: $(READY) ## Serve thousands of requests in every engine mode, watched: nothing may be found
@@ -85,6 +97,17 @@ clean: ## Remove the environment, caches and builds
 
 $(OLD_ENGINE): $(READY) tests/engines/make_env.py
 	@$(BIN)/python tests/engines/make_env.py 5.17.0 .venv-tf517 >/dev/null
+	@touch $@
+
+.venv-%/.ready: tests/engines/requirements-%.txt $(READY)
+	@echo "Installing $* into .venv-$*; this takes some minutes and gigabytes"
+	@pip=".venv-$*/bin/python -m pip install -qq --disable-pip-version-check"; \
+	$(BIN)/python -m venv --clear .venv-$* && \
+	$$pip $(ENGINE_TORCH) && \
+	$$pip --no-deps --requirement $< && \
+	$$pip --constraint $< pytest pytest-timeout structlog trio hypothesis && \
+	$$pip --no-deps --editable . || { \
+		echo "The environment of $* cannot be built, so its adapter was not tested; see what pip says above" >&2; exit 1; }
 	@touch $@
 
 # A candidate counts only if it starts: version managers leave launchers behind for versions they do not have.

@@ -28,6 +28,7 @@ from kvcanary.pipeline import DrainReport
 from kvcanary.run_info import describe_run
 from kvcanary.snapshot import SnapshotRing
 from kvcanary.state import Role, Word
+from kvcanary.steps import Step
 from kvcanary.tools import Tools
 
 Quarantiner = Callable[[Quarantine], Iterable[Event]]
@@ -55,7 +56,7 @@ class Canary(Lifecycle, Tools):
         self._suppressed: set[Role] = set()
         self._due = dict.fromkeys(_ROLES, 0)
         self._quarantiner: Quarantiner | None = None
-        self._step = _Step(self, self._begin_step, self._end_step)
+        self._step = Step(self, self._begin_step, self._end_step)
         self._cuda = False
         self._scrub_budget = 0
         self._reset_step()
@@ -63,7 +64,7 @@ class Canary(Lifecycle, Tools):
     def _reset_step(self) -> None:
         self._depth = self._entered = self._rows = self._tokens = self._host_ns = 0
         self._replayed = self._counted = False
-        self._part = DEFAULT_PART
+        self._part = self._poisoned = DEFAULT_PART
 
     # --- being attached -----------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Canary(Lifecycle, Tools):
         self._rings = tuple(i for i, g in enumerate(layout.groups) if g.ring is not None)
         self._all = tuple(range(len(layout.groups)))
         self._parts = frozenset(part for group in layout.groups for part in group.parts)
-        self._window_pair = _window_pair(layout)
+        self._window_pair = layout.window_pair
         self._reset_step()
         self._ring = SnapshotRing(self.state)
         started = describe_run(
@@ -203,7 +204,7 @@ class Canary(Lifecycle, Tools):
             )
         batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
         self._depth = 1
-        self._part = part
+        self._part = self._poisoned = part
         # A captured forward runs at its replays, which count it.
         self._counted = not self._capturing()
         self._entered += self._counted
@@ -224,16 +225,34 @@ class Canary(Lifecycle, Tools):
             return
         began = time.perf_counter_ns()
         scrub = 0 if Role.SCRUB in self._suppressed else self._scrub_budget
-        part = self._part if self.config.fingerprint == "full" else ""
+        if self._counted:
+            self._due["scrub"] += self._scrub_budget > 0
+        self._seal(scrub, last=True)
+        self._host_ns += time.perf_counter_ns() - began
+
+    def turn_to(self, part: str) -> None:
+        """Within a forward: seal what is written; what follows writes ``part`` of the same tokens (``""``: nobody's).
+
+        Raises:
+            BatchError: no forward is entered, or there is no such part.
+        """
+        if not self._depth or (part and part not in self._parts):
+            raise BatchError(f"turn_to({part!r}) goes between enter() and leave(), to {sorted(self._parts)} or ''")
+        if self._part:
+            self._seal(0, last=False)
+        self._part = part
+
+    def _seal(self, scrub: int, *, last: bool) -> None:
         if self._counted:
             self._due["seal"] += 1
-            self._due["scrub"] += self._scrub_budget > 0
         if Role.SEAL in self._suppressed:
-            self._kernels.abandon(self.state)
-        else:
-            nonfinite = self.config.check_nonfinite
-            self._kernels.seal(self.state, part, scrub, last=True, nonfinite=nonfinite, poison=self._poison)
-        self._host_ns += time.perf_counter_ns() - began
+            if last:
+                self._kernels.abandon(self.state)
+            return
+        part = self._part if self.config.fingerprint == "full" else ""
+        poison = self._poison if self._part == self._poisoned else "off"
+        nonfinite = self.config.check_nonfinite
+        self._kernels.seal(self.state, part, scrub, last=last, nonfinite=nonfinite, poison=poison)
 
     def compiled(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> CompiledForward:
         """:meth:`enter` and :meth:`leave` for use inside ``torch.compile(fullgraph=True)``; see the class it returns.
@@ -378,32 +397,3 @@ class Canary(Lifecycle, Tools):
             return
         with self._on_stream():
             self._kernels.facts(self._state, pending)
-
-
-class _Step:
-    """Reusable: a step allocates nothing. Of nested ones only the outermost counts."""
-
-    __slots__ = ("_begin", "_canary", "_depth", "_end")
-
-    def __init__(
-        self, canary: Canary, begin: Callable[[], None], end: Callable[[type[BaseException] | None], None]
-    ) -> None:
-        self._canary, self._begin, self._end = canary, begin, end
-        self._depth = 0
-
-    def __enter__(self) -> Canary:
-        if self._depth == 0:
-            self._begin()
-        self._depth += 1
-        return self._canary
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._end(kind)
-
-
-def _window_pair(layout: PoolLayout) -> tuple[int, int] | None:
-    full = next((i for i, group in enumerate(layout.groups) if group.kind == "full"), None)
-    swa = next((i for i, group in enumerate(layout.groups) if group.kind == "swa"), None)
-    return None if full is None or swa is None else (full, swa)

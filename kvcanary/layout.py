@@ -319,6 +319,13 @@ class PoolLayout:
     def _numbers(self) -> dict[str | int, int]:
         return {key: i for i, group in enumerate(self.groups) for key in (group.name, i)}
 
+    @property
+    def window_pair(self) -> tuple[int, int] | None:
+        """The first full and the first window group; None without both."""
+        full = next((i for i, group in enumerate(self.groups) if group.kind == "full"), None)
+        swa = next((i for i, group in enumerate(self.groups) if group.kind == "swa"), None)
+        return None if full is None or swa is None else (full, swa)
+
     def index(self, group: str | int) -> int:
         """The number of a group given by name or number.
 

@@ -1,0 +1,118 @@
+"""What the scheduler told, made into calls of the canary, and which row each request has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcanary.engines.vllm.wire import Admitted, Blocks, Copied, Finished, Healed, Preempted, Told
+from kvcanary.events import QuarantineFailed, RequestQuarantined
+
+if TYPE_CHECKING:
+    from kvcanary.canary import Canary
+    from kvcanary.engines.vllm.layout import CoveredGroup, Pool
+
+
+class Replay:
+    """Applies the calls of a step in their order.
+
+    A preempted request keeps its row until rows run short: it will mostly be back soon.
+    """
+
+    def __init__(self, canary: Canary, pool: Pool, max_rows: int) -> None:
+        self._canary = canary
+        self._pool = pool
+        self._groups = pool.by_index
+        self._max_rows = max_rows
+        self._rows: dict[str, int] = {}
+        self._preempted: dict[str, None] = {}
+
+    def rows(self, requests: Sequence[str]) -> list[int]:
+        """Rows of the requests of a batch, -1 for one that was running before the watch began."""
+        return [self._rows.get(request, -1) for request in requests]
+
+    def apply(self, told: Sequence[Told], scheduler_output: Any) -> None:
+        """Tell the canary."""
+        tokens = _tokens(scheduler_output)
+        for call in told:
+            if isinstance(call, Blocks):
+                self._blocks(call)
+            elif isinstance(call, Admitted):
+                self._admit(call, tokens.get(call.request) or ())
+            elif isinstance(call, Finished):
+                self._rows.pop(call.request, None)
+                self._preempted.pop(call.request, None)
+                self._canary.finish(call.request, tokens=call.tokens)
+            elif isinstance(call, Preempted):
+                self._preempt(call.request)
+            elif isinstance(call, Copied):
+                self._copy(call)
+            else:
+                self._told_of_quarantine(call)
+
+    def _admit(self, call: Admitted, tokens: Sequence[int]) -> None:
+        self._preempted.pop(call.request, None)
+        if call.request not in self._rows and len(self._rows) >= self._max_rows and self._preempted:
+            longest = next(iter(self._preempted))
+            del self._preempted[longest], self._rows[longest]
+            self._canary.finish(longest)
+        self._rows[call.request] = self._canary.admit(
+            call.request, tokens=tokens, start=call.start, identity=call.identity or None
+        )
+
+    def _preempt(self, request: str) -> None:
+        if request in self._rows:
+            self._preempted[request] = None
+            self._canary.preempt(request)
+
+    def _blocks(self, call: Blocks) -> None:
+        group = self._groups.get(call.group)
+        if group is None:
+            self._foreign(call)
+            return
+        pages = _pages(group, call.blocks)
+        canary = self._canary
+        if call.kind == "alloc":
+            canary.alloc(group.name, call.request, pages)
+        elif call.kind == "free":
+            canary.free(group.name, pages)
+        elif call.kind == "publish":
+            canary.publish(group.name, pages, request=call.request or None)
+        elif call.kind == "evict":
+            canary.evict(group.name, pages)
+        elif call.kind == "reuse":
+            canary.reuse(group.name, call.request, pages)
+
+    def _foreign(self, call: Blocks) -> None:
+        """A group that is not covered takes bytes that covered ones overlay: what they said of them is void."""
+        for group in self._pool.groups:
+            if call.kind == "alloc":
+                self._canary.alloc(group.name, "", _pages(group, call.blocks))
+            elif call.kind == "free":
+                self._canary.free(group.name, _pages(group, call.blocks))
+
+    def _copy(self, call: Copied) -> None:
+        group = self._groups.get(call.group)
+        if group is not None:
+            self._canary.move(group.name, _pages(group, call.sources), _pages(group, call.targets))
+
+    def _told_of_quarantine(self, call: Healed) -> None:
+        now = {"time_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns(), "forward": self._canary.next_forward}
+        if call.error:
+            self._canary.emit(QuarantineFailed(request=call.request, error=call.error, **now))
+        else:
+            self._canary.emit(
+                RequestQuarantined(request=call.request, action="healed", tokens_left=call.tokens_left, **now)
+            )
+
+
+def _pages(group: CoveredGroup, blocks: Sequence[int]) -> Sequence[int]:
+    split = group.split
+    return blocks if split == 1 else [block * split + i for block in blocks for i in range(split)]
+
+
+def _tokens(scheduler_output: Any) -> dict[str, Sequence[int]]:
+    """All ids that a step's message knows of the requests that begin or resume in it."""
+    tokens = {new.req_id: new.prefill_token_ids or new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs}
+    return {**tokens, **scheduler_output.scheduled_cached_reqs.all_token_ids}

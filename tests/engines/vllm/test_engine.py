@@ -1,0 +1,252 @@
+"""The adapter on the released engine: clean runs in silence, faults by their names, quarantine that heals.
+
+Each program runs in a process of its own, because vLLM's CPU runner replaces parts of torch. Programs of the two model
+runners run beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm import processes
+from tests.engines.vllm.clean import MODES
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+FOLDER = Path(__file__).parents[3]
+RUNNERS = (1, 2)
+DEADLINE_S = 800
+ENOUGH = 250_000
+"""positions that the clean runs verify together, at least"""
+
+
+class Program:
+    """A program of this folder in a process of its own; its JSON lines."""
+
+    def __init__(self, module: str, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"tests.engines.vllm.{module}", *arguments],
+            cwd=FOLDER,
+            env={**_without_kvcanary(), "PYTHONPATH": str(FOLDER), **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it printed, once it is done."""
+        try:
+            output, errors = self._process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        assert self._process.returncode == 0, errors[-4000:]
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def _without_kvcanary() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVCANARY_")}
+
+
+def both(module: str) -> dict[int, list[dict[str, Any]]]:
+    """A program on both runners at the same time."""
+    programs = {runner: Program(module, str(runner)) for runner in RUNNERS}
+    return {runner: program.lines() for runner, program in programs.items()}
+
+
+# --- clean runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, dict[str, Any]]:
+    return {line["mode"]: line for lines in both("clean").values() for line in lines}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_clean_traffic_leaves_nothing_to_report(clean: dict[str, dict[str, Any]], mode: Any) -> None:
+    line = clean[mode.name]
+    assert line["kinds"] == {}, line["first"]
+    assert line["healthy"]
+    assert line["answers"] >= line["asked"] - 1  # one is aborted on purpose
+    assert min(line["verified"][check] for check in ("links", "row_ends", "writes", "sealed", "content")) > 0
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_what_a_clean_run_does_not_verify_lies_out_of_a_window(clean: dict[str, dict[str, Any]], mode: Any) -> None:
+    assert set(clean[mode.name]["unverified"]) == ({"out_of_window"} if mode.windows else set())
+
+
+def test_the_clean_runs_verify_a_quarter_of_a_million_positions(clean: dict[str, dict[str, Any]]) -> None:
+    assert sum(line["verified"]["links"] for line in clean.values()) >= ENOUGH
+
+
+def test_the_clean_runs_reuse_prefixes_evict_and_preempt(clean: dict[str, dict[str, Any]]) -> None:
+    for runner in RUNNERS:
+        assert clean[f"prefix hits {runner}"]["facts"]["prefix.reused"] > 0
+        assert clean[f"small pool {runner}"]["facts"]["prefix.evicted"] > 0
+        assert clean[f"small pool {runner}"]["preempted"] > 0
+        assert clean[f"async small pool {runner}"]["preempted"] > 0
+
+
+def test_all_groups_of_a_hybrid_model_are_verified(clean: dict[str, dict[str, Any]]) -> None:
+    assert [clean[f"windows {runner}"]["groups"] for runner in RUNNERS] == [3, 3]
+
+
+# --- faults -------------------------------------------------------------------------------------------------
+
+SOON = {
+    "swapped_rows": {"TABLE_MISMATCH", "REQUEST_DIGEST"},
+    "stale_row": {"DIGEST"},
+    "stale_slot_mapping": {"TABLE_MISMATCH"},
+    "flipped_bit": {"CONTENT"},
+    "lost_draft_part": {"CONTENT"},
+    "window_freed_early": {"WINDOW_FREED_EARLY"},
+    "extra_free": {"WRITE_FOREIGN", "UNWRITTEN"},
+}
+"""Kinds that name the victim within one step; for bytes within three: the scrub's bound here, and a second look"""
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[int, dict[str, dict[str, Any]]]:
+    return {runner: {line["fault"]: line for line in lines} for runner, lines in both("faults").items()}
+
+
+@pytest.mark.parametrize("fault", SOON)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_fault_is_named_with_its_request(faults: dict[int, dict[str, Any]], runner: int, fault: str) -> None:
+    line = faults[runner][fault]
+    assert line["before"] == []
+    assert {kind for kind, request, _ in line["soon"] if request == line["victim"]} >= SOON[fault]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_lost_draft_part_is_told_from_the_target_model(faults: dict[int, dict[str, Any]], runner: int) -> None:
+    assert {part for *_, part in faults[runner]["lost_draft_part"]["soon"]} == {"draft"}
+    assert {part for *_, part in faults[runner]["flipped_bit"]["soon"]} == {"target"}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_block_that_was_freed_once_too_often_is_a_double_free_in_the_end(
+    faults: dict[int, dict[str, Any]], runner: int
+) -> None:
+    assert "DOUBLE_FREE" in faults[runner]["extra_free"]["end"]
+
+
+# --- quarantine ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healed() -> dict[str, dict[str, dict[str, Any]]]:
+    programs = {name: Program("heal", *name.split()) for name in ("1", "2", "2 async")}
+    return {name: {line["fault"]: line for line in program.lines()} for name, program in programs.items()}
+
+
+@pytest.mark.parametrize("engine", ["1", "2", "2 async"])
+@pytest.mark.parametrize("fault", ["stale_row", "flipped_bit"])
+def test_a_quarantined_request_answers_as_if_nothing_had_been(
+    healed: dict[str, dict[str, Any]], engine: str, fault: str
+) -> None:
+    line = healed[engine][fault]
+    assert line["differs"] == []
+    assert line["victim"] in {request for request, action, _ in line["quarantined"] if action == "healed"}
+    assert line["error"] is None
+
+
+@pytest.mark.parametrize("engine", ["1", "2", "2 async"])
+def test_without_quarantine_the_stale_row_changes_an_answer(healed: dict[str, dict[str, Any]], engine: str) -> None:
+    assert healed[engine]["stale_row"]["broken"]
+
+
+# --- attaching ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attaching() -> dict[str, Any]:
+    (line,) = Program("attaching").lines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("quarantine", "VLLM_USE_V2_MODEL_RUNNER=1"),
+        ("twice", "watched by another canary already"),
+        ("renamed", "scheduler._preempt_request"),
+        ("version", ">=0.33,<0.34"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_with_a_reason(attaching: dict[str, Any], what: str, expected: str) -> None:
+    assert expected in attaching[what]
+
+
+def test_a_watch_leaves_no_trace_on_the_engine(attaching: dict[str, Any]) -> None:
+    assert attaching["hooked"] > 15
+    assert attaching["left"] == []
+    assert attaching["serves_on"] == 1
+    assert attaching["matches"] == "vllm"
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def _separate(folder: Path, runner: int, **environ: str) -> Program:
+    return Program("processes", environ={**processes.environ(folder, runner=runner), **environ})
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """By mode: what the front process said, and the events of all processes."""
+    folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("log", "off")}
+    observers = "tests.engines.vllm.listener:record"
+    programs = {
+        "log": _separate(folders["log"], 1, KVCANARY_MODE="log", KVCANARY_OBSERVERS=observers),
+        "off": _separate(folders["off"], 2),
+    }
+    answers = {mode: program.lines()[0] for mode, program in programs.items()}
+    return {mode: (answers[mode], _events(folder)) for mode, folder in folders.items()}
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(separate: dict[str, Any]) -> None:
+    answer, events = separate["log"]
+    kinds = [event["type"] for event in events]
+    assert answer["answers"] == 16
+    assert kinds.count("run.started") == 1
+    assert "violation.detected" not in kinds
+    assert "ownership.violated" not in kinds
+    assert events[0]["origin"]["pid"] != answer["pid"]
+    last = [event for event in events if event["type"] == "snapshot.taken"][-1]
+    assert last["verified"]["links"]["full.0"] > 5000
+    assert not any(sum(groups.values()) for groups in last["unverified"].values())
+
+
+def test_a_process_that_runs_no_model_imports_no_runner(separate: dict[str, Any]) -> None:
+    assert separate["log"][0]["runners"] == []
+
+
+def test_an_installed_kvcanary_does_nothing_unless_it_is_asked(separate: dict[str, Any]) -> None:
+    answer, events = separate["off"]
+    assert answer["answers"] == 16
+    assert events == []
+
+
+# --- a suspected fault of the engine ------------------------------------------------------------------------
+
+
+def test_the_new_runner_writes_into_the_null_block_after_a_failed_load() -> None:
+    lines = {runner: line for runner, (line,) in both("failed_load").items()}
+    assert lines[1]["kinds"] == {}
+    assert lines[1]["same_answers"]
+    assert {"WRITE_FOREIGN", "TABLE_MISMATCH"} <= set(lines[2]["kinds"])
+    assert not lines[2]["same_answers"]
