@@ -78,7 +78,7 @@ def run(mode: Mode) -> dict[str, Any]:
     llm = engine(mode)
     started = time.monotonic()
     traffic = serving.Traffic(llm)
-    with serving.watched(llm) as (found, _):
+    with serving.watched(llm, poison="sample") as (found, _):
         prompts = serving.Prompts(len(mode.name))
         preempted = 0
         for wave in range(3):

@@ -146,6 +146,28 @@ def lost_draft_part(one: Injection) -> None:
     one.traffic.run(steps=3)
 
 
+def dropped_write(one: Injection) -> None:
+    """The first request's new token is written by no layer."""
+    from tests.engines.vllm.attention import Attention
+
+    update = Attention.do_kv_cache_update
+
+    def without_the_first(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        slot_mapping = slot_mapping.clone()
+        slot_mapping[0] = -1
+        update(self, layer, key, value, kv_cache, slot_mapping)
+
+    def note(batch: Batch) -> None:
+        one.victim = batch.requests[0]
+
+    Attention.do_kv_cache_update = without_the_first  # type: ignore[method-assign]
+    try:
+        with next_batch(one.traffic.runner, note):
+            one.traffic.step()
+    finally:
+        Attention.do_kv_cache_update = update  # type: ignore[method-assign]
+
+
 def window_freed_early(one: Injection) -> None:
     managers = one.manager.coordinator.single_type_managers
     window = next(m for m in managers if type(m).__name__ == "SlidingWindowManager")
@@ -166,6 +188,7 @@ FAULTS = {
     "stale_row": stale_row,
     "stale_slot_mapping": stale_slot_mapping,
     "flipped_bit": flipped_bit,
+    "dropped_write": dropped_write,
 }
 
 
@@ -173,7 +196,7 @@ def inject(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     """Serve, plant a fault, say what one step found, serve on to the end."""
     one = Injection(llm)
     # All sealed bytes are read again each step, and a suspicion needs a second look.
-    with serving.watched(llm, scrub_mib_per_step=64.0) as (found, watch):
+    with serving.watched(llm, scrub_mib_per_step=64.0, poison="sample") as (found, watch):
         one.traffic.add(serving.Prompts(5).take(6), max_tokens=20)
         one.traffic.run(steps=4)
         found.catch_up(watch.canary)

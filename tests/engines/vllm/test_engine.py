@@ -76,7 +76,7 @@ def test_clean_traffic_leaves_nothing_to_report(clean: dict[str, dict[str, Any]]
     assert line["kinds"] == {}, line["first"]
     assert line["healthy"]
     assert line["answers"] >= line["asked"] - 1  # one is aborted on purpose
-    assert min(line["verified"][check] for check in ("links", "row_ends", "writes", "sealed", "content")) > 0
+    assert min(line["verified"][check] for check in ("links", "row_ends", "writes", "sealed", "written", "content")) > 0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -107,6 +107,7 @@ SOON = {
     "stale_row": {"DIGEST"},
     "stale_slot_mapping": {"TABLE_MISMATCH"},
     "flipped_bit": {"CONTENT"},
+    "dropped_write": {"WRITE_MISSING"},
     "lost_draft_part": {"CONTENT"},
     "window_freed_early": {"WINDOW_FREED_EARLY"},
     "extra_free": {"WRITE_FOREIGN", "UNWRITTEN"},
