@@ -10,15 +10,20 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from kvcanary.engines.vllm.wire import Healed, Told, Wanted
+from kvcanary.engines.vllm.wire import Healed, Told, Wanted, Withdrawn
 
 
 def heal(scheduler: Any, wanted: Iterable[Wanted], now: float) -> list[Told]:
     """Take what is wanted out of service; returns what was done."""
     told: list[Told] = []
     for wish in wanted:
-        told += [_recompute(scheduler, name, wish, now) for name in _concerned(scheduler, wish)]
-        _evict(scheduler, wish.blocks)
+        manager = scheduler.kv_cache_manager
+        names = _concerned(scheduler, wish)
+        bad = set(wish.blocks).union(*(_tainted(manager.get_block_ids(name), wish) for name in names))
+        manager.evict_blocks(bad)
+        if wish.group >= 0:
+            told.append(Withdrawn(wish.incident, wish.group, tuple(sorted(bad))))
+        told += [_recompute(scheduler, name, wish, now) for name in names]
     return told
 
 
@@ -35,13 +40,13 @@ def _concerned(scheduler: Any, wish: Wanted) -> list[str]:
 
 
 def _tainted(groups: Sequence[Sequence[int]], wish: Wanted) -> set[int]:
-    """Blocks of a request from the bad one on; all of them when none is named."""
+    """Blocks of a request from the bad one on; all of them when none that it holds is named."""
     if not wish.blocks:
         return {block for group in groups for block in group if block}
     if not 0 <= wish.group < len(groups):
         return set(wish.blocks)
     table = groups[wish.group]
-    first = min((table.index(block) for block in wish.blocks if block in table), default=len(table))
+    first = min((table.index(block) for block in wish.blocks if block in table), default=0)
     # Groups may count blocks of other sizes: what is computed after the bad one is not told apart there.
     others = chain(*(blocks for group, blocks in enumerate(groups) if group != wish.group))
     return {block for block in chain(table[first:], others) if block}
@@ -50,14 +55,10 @@ def _tainted(groups: Sequence[Sequence[int]], wish: Wanted) -> set[int]:
 def _recompute(scheduler: Any, name: str, wish: Wanted, now: float) -> Told:
     request = scheduler.requests[name]
     left = request.num_output_tokens
-    _evict(scheduler, _tainted(scheduler.kv_cache_manager.get_block_ids(name), wish))
     if request not in scheduler.running:
         # It waits, preempted or not yet begun: it holds no block, or gives its blocks back before it runs.
-        return Healed(name, left, "" if not any(scheduler.kv_cache_manager.get_block_ids(name)) else "not running")
+        held = any(scheduler.kv_cache_manager.get_block_ids(name))
+        return Healed(wish.incident, name, left, "it holds blocks and does not run" if held else "")
     scheduler.running.remove(request)
     scheduler._preempt_request(request, now, drop_stale_output=True)  # noqa: SLF001 - the engine's own way to recompute
-    return Healed(name, left)
-
-
-def _evict(scheduler: Any, blocks: Iterable[int]) -> None:
-    scheduler.kv_cache_manager.evict_blocks(set(blocks))
+    return Healed(wish.incident, name, left)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.engines.vllm.wire import Admitted, Blocks, Copied, Finished, Healed, Preempted, Told
-from kvcanary.events import QuarantineFailed, RequestQuarantined
+from msgspec.structs import replace
+
+from kvcanary.engines.vllm.wire import Admitted, Blocks, Copied, Finished, Healed, Preempted, Told, Withdrawn
+from kvcanary.events import Event, PagesQuarantined, QuarantineFailed, RequestQuarantined
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
@@ -48,8 +50,10 @@ class Replay:
                 self._preempt(call.request)
             elif isinstance(call, Copied):
                 self._copy(call)
+            elif isinstance(call, Withdrawn):
+                self._withdrawn(call)
             else:
-                self._told_of_quarantine(call)
+                self._healed(call)
 
     def _admit(self, call: Admitted, tokens: Sequence[int]) -> None:
         self._preempted.pop(call.request, None)
@@ -97,14 +101,25 @@ class Replay:
         if group is not None:
             self._canary.move(group.name, _pages(group, call.sources), _pages(group, call.targets))
 
-    def _told_of_quarantine(self, call: Healed) -> None:
-        now = {"time_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns(), "forward": self._canary.next_forward}
+    def _withdrawn(self, call: Withdrawn) -> None:
+        group = self._groups.get(call.group)
+        if group is not None:
+            pages = tuple(_pages(group, call.blocks))
+            self._emit(PagesQuarantined(group=group.name, pages=pages, incident=call.incident))
+
+    def _healed(self, call: Healed) -> None:
         if call.error:
-            self._canary.emit(QuarantineFailed(request=call.request, error=call.error, **now))
+            self._emit(QuarantineFailed(request=call.request, error=call.error, incident=call.incident))
         else:
-            self._canary.emit(
-                RequestQuarantined(request=call.request, action="healed", tokens_left=call.tokens_left, **now)
+            self._emit(
+                RequestQuarantined(
+                    request=call.request, action="healed", tokens_left=call.tokens_left, incident=call.incident
+                )
             )
+
+    def _emit(self, event: Event) -> None:
+        now = time.time_ns(), time.monotonic_ns()
+        self._canary.emit(replace(event, time_ns=now[0], monotonic_ns=now[1], forward=self._canary.next_forward))
 
 
 def _pages(group: CoveredGroup, blocks: Sequence[int]) -> Sequence[int]:

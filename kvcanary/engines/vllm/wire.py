@@ -63,12 +63,21 @@ class Finished(_Told, frozen=True, array_like=True, gc=False, tag="finished"):
 class Healed(_Told, frozen=True, array_like=True, gc=False, tag="healed"):
     """Quarantine took a request out; ``error`` is not empty when it could not."""
 
+    incident: str
     request: str
     tokens_left: int
     error: str = ""
 
 
-Told = Blocks | Copied | Admitted | Preempted | Finished | Healed
+class Withdrawn(_Told, frozen=True, array_like=True, gc=False, tag="withdrawn"):
+    """Quarantine took blocks out of the prefix index."""
+
+    incident: str
+    group: int
+    blocks: tuple[int, ...]
+
+
+Told = Blocks | Copied | Admitted | Preempted | Finished | Healed | Withdrawn
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):

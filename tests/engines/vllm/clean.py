@@ -30,7 +30,7 @@ class Mode:
     @property
     def prompts(self) -> int:
         """The new runner's kernels run in Triton's interpreter here, several times slower than the earlier one."""
-        return 24 if self.runner == 1 else 9
+        return 24 if self.runner == 1 else 12
 
 
 def _both(name: str, **options: Any) -> list[Mode]:

@@ -43,6 +43,8 @@ def run(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
         "differs": [place for place in clean if healed[place] != clean[place]],
         "kinds": sorted(found.kinds),
         "quarantined": [[event.request, event.action, event.tokens_left] for event in found.quarantined],
+        "pages": sum(len(event.pages) for event in found.withdrawn),
+        "incidents": sorted({event.incident for event in found.quarantined} - {""}),
         "error": found.status["error"],
     }
 

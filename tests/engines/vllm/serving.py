@@ -23,6 +23,7 @@ from kvcanary.events import (
     PagesAllocated,
     PagesFact,
     PagesFreed,
+    PagesQuarantined,
     PrefixEvicted,
     PrefixReused,
     RequestQuarantined,
@@ -111,6 +112,7 @@ class Found:
     violations: list[ViolationDetected | OwnershipViolated] = field(default_factory=list)
     incidents: list[IncidentOpened] = field(default_factory=list)
     quarantined: list[RequestQuarantined] = field(default_factory=list)
+    withdrawn: list[PagesQuarantined] = field(default_factory=list)
     last: SnapshotTaken | None = None
     facts: Counter[str] = field(default_factory=Counter)
     """page facts by the name of their event"""
@@ -162,6 +164,7 @@ def watched(llm: Any, mode: Mode = "log", **settings: Any) -> Iterator[tuple[Fou
         | IncidentOpened
         | SnapshotTaken
         | RequestQuarantined
+        | PagesQuarantined
         | FaultInjected
         | PagesAllocated
         | PagesFreed
@@ -186,6 +189,8 @@ def note(found: Found, event: Event) -> None:
         found.facts[event_name(event)] += sum(run.count for run in event.runs)
     elif isinstance(event, IncidentOpened):
         found.incidents.append(event)
+    elif isinstance(event, PagesQuarantined):
+        found.withdrawn.append(event)
     elif isinstance(event, RequestQuarantined):
         found.quarantined.append(event)
     elif isinstance(event, ViolationDetected | OwnershipViolated):

@@ -158,6 +158,7 @@ def test_a_quarantined_request_answers_as_if_nothing_had_been(
     line = healed[engine][fault]
     assert line["differs"] == []
     assert line["victim"] in {request for request, action, _ in line["quarantined"] if action == "healed"}
+    assert line["incidents"]
     assert line["error"] is None
 
 

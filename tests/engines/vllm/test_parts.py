@@ -31,6 +31,7 @@ from kvcanary.engines.vllm.wire import (
     Preempted,
     Told,
     Wanted,
+    Withdrawn,
     pack,
     pack_wanted,
     take,
@@ -90,7 +91,8 @@ def test_what_the_scheduler_told_arrives_in_order() -> None:
         Copied(0, (1,), (2,)),
         Finished("c", (1, 2, 3)),
         Finished("d", None),
-        Healed("e", 4, "why"),
+        Healed("i-1", "e", 4, "why"),
+        Withdrawn("i-1", 0, (7, 8)),
     ]
     message = SimpleNamespace(**{ATTRIBUTE: pack(told)})
     assert take(message) == told
