@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvcanary.engines.simulated.batch import Batch, Row
 from kvcanary.engines.simulated.style import Style
-from kvcanary.faults.injectors import Fault
-from kvcanary.faults.simulated_ops import Injector, Operation, any_style, before_forward
+from kvcanary.faults.simulated_ops import Injector, Operation, before_forward, operation
 
 Hit = tuple[tuple[str, ...], str, Callable[[], object]]
 
@@ -309,19 +309,9 @@ def _no_drafts(style: Style) -> bool:
 
 
 def _op(
-    name: str,
-    description: str,
-    change: Callable[[Injector, Batch], Hit | None],
-    expects: str,
-    *,
-    within: int | None = 0,
-    fits: Callable[[Style], bool] = any_style,
-    case: str = "",
+    name: str, description: str, change: Callable[[Injector, Batch], Hit | None], expects: str, **rest: Any
 ) -> Operation:
-    fault = Fault(
-        name=name, title=name.replace("-", " "), description=description, expects=tuple(expects.split()), within=within
-    )
-    return Operation(fault, before_forward(change), fits, case)
+    return operation(name, description, expects, before_forward(change), **rest)
 
 
 _READS = "DIGEST REQUEST_DIGEST POSITION UNWRITTEN WINDOW TABLE_MISMATCH"
@@ -330,16 +320,13 @@ BATCH_FAULTS: tuple[Operation, ...] = (
     _op("swapped-pages", "Two rows swap one entry of their tables.", _swapped_pages, _READS),
     _op("shifted-table", "A row's table is read one entry late.", _shifted_table, _READS),
     _op("foreign-table", "A row reads through another row's whole table.", _foreign_table, _READS),
-    Operation(
-        Fault(
-            name="late-table",
-            title="late table",
-            description="A forward that waits gets the tables of the next one: one pinned buffer for both.",
-            expects=(*_READS.split(), "SLOT_RANGE"),
-        ),
+    operation(
+        "late-table",
+        "A forward that waits gets the tables of the next one: one pinned buffer for both.",
+        _READS + " SLOT_RANGE",
         _late_table,
-        _overlapped,
-        "NVIDIA/TensorRT-LLM#15546",
+        fits=_overlapped,
+        case="NVIDIA/TensorRT-LLM#15546",
     ),
     _op("wild-entry", "An entry of a table lies far outside the pool.", _wild_entry, "SLOT_RANGE"),
     _op("stale-slot", "A token is written where the one before it was.", _mapping(_stale_slot), "TABLE_MISMATCH"),
@@ -398,17 +385,13 @@ BATCH_FAULTS: tuple[Operation, ...] = (
         case="SemiAnalysisAI/InferenceX#1944",
     ),
     _op("flipped-scale", "A bit of a scale flips.", _bytes("scale"), "CONTENT", within=2),
-    Operation(
-        Fault(
-            name="not-a-number",
-            title="not a number",
-            description="The model writes a value that is none.",
-            expects=("NONFINITE",),
-            names_request=False,
-        ),
+    operation(
+        "not-a-number",
+        "The model writes a value that is none.",
+        "NONFINITE",
         _not_a_number,
-        any_style,
-        "vllm-project/vllm#18777",
+        named=False,
+        case="vllm-project/vllm#18777",
     ),
     _op("lost-translation", "A window slot is not mapped any more.", _translation(0), "WINDOW", fits=_translated),
     _op(

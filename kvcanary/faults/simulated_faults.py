@@ -1,8 +1,8 @@
 """The faults of the field on the simulated engine, and how one is planted into a running one.
 
-How each is done is in :mod:`kvcanary.faults.simulated_batches` (what a forward is given) and
-:mod:`kvcanary.faults.simulated_pages` (pages, prefixes and copies). Whether it did harm, and to whom, the engine's
-oracle says: planting one may find no victim, and may change nothing.
+How each is done is in :mod:`kvcanary.faults.simulated_batches` (what a forward is given),
+:mod:`kvcanary.faults.simulated_pages` (pages and prefixes) and :mod:`kvcanary.faults.simulated_copies`. Whether it did
+harm, and to whom, the engine's oracle says: planting one may find no victim, and may change nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from kvcanary.errors import ConfigError
 from kvcanary.events import FaultInjected
 from kvcanary.faults.injectors import Fault, Injection
 from kvcanary.faults.simulated_batches import BATCH_FAULTS
+from kvcanary.faults.simulated_copies import COPY_FAULTS
 from kvcanary.faults.simulated_ops import Operation
 from kvcanary.faults.simulated_pages import PAGE_FAULTS
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
 
-SIMULATED: dict[str, Operation] = {op.fault.name: op for op in (*BATCH_FAULTS, *PAGE_FAULTS)}
+SIMULATED: dict[str, Operation] = {op.fault.name: op for op in (*BATCH_FAULTS, *PAGE_FAULTS, *COPY_FAULTS)}
 """All of them, by name."""
 
 

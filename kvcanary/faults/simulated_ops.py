@@ -91,3 +91,22 @@ def instead(
         injector.patches.wrap(owner(injector.engine), method, make)
 
     return arm
+
+
+def operation(
+    name: str,
+    description: str,
+    expects: str,
+    arm: Callable[[Injector], None],
+    *,
+    within: int | None = 0,
+    named: bool = True,
+    fits: Callable[[Style], bool] = any_style,
+    case: str = "",
+    calls: str = "",
+) -> Operation:
+    """A fault and how it is done; ``expects`` are kinds with spaces between, ``named``: a request has to be."""
+    title = name.replace("-", " ")
+    kinds = tuple(expects.split())
+    fault = Fault(name=name, title=title, description=description, expects=kinds, within=within, names_request=named)
+    return Operation(fault, arm, fits, case, calls)

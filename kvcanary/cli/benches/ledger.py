@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from typing import Any
 
 from kvcanary.cli.benches.rows import BenchError, Measured
 from kvcanary.cli.benches.running import Setting
@@ -67,7 +68,8 @@ def make_steps(requests: int, steps: int, *, seed: int = 0) -> list[list[Event]]
     free = list(range(requests * held, requests * held * 2))
     names = tuple(pages)
     runs = tuple(PageRun(n, n * held, held) for n in range(requests))
-    first: list[Event] = [
+    first = list[Event]()
+    first += [
         RunStarted(run="r", origin=Origin(), groups=(group,)),
         RequestsAdmitted(
             **_at(1), requests=names, rows=tuple(range(requests)), tags=(1,) * requests, starts=(0,) * requests
@@ -99,7 +101,7 @@ def make_steps(requests: int, steps: int, *, seed: int = 0) -> list[list[Event]]
     return made
 
 
-def _at(forward: int) -> dict[str, int]:
+def _at(forward: int) -> dict[str, Any]:
     """Facts of a step hold from ``forward``; the one before it is launched, and not done."""
     fields = dict.fromkeys(("time_ns", "monotonic_ns"), 1)
     return fields | {"forward": forward, "retired": max(0, forward - 2)}

@@ -43,7 +43,8 @@ class _Watched:
     def begin(self, unarmed: dict[str, str]) -> None:
         engine, canary, after = self.engine, self.canary, self.patches.after
         self.patches.claim(engine)
-        limits = {"max_tokens": 512, "max_batch_rows": engine.style.rows + engine.style.padding + 1, "max_rows": 64}
+        batch_rows = engine.style.rows + engine.style.padding + 1
+        limits: dict[str, Any] = {"max_tokens": 512, "max_batch_rows": batch_rows, "max_rows": 64}
         canary.bind(self.layout(), engine="simulated", unarmed=unarmed, **limits)
         # What is launched on this device runs later, and so must what the canary launches.
         canary.launch_through(lambda kernels: QueuedKernels(kernels, engine.device.launch))
@@ -130,8 +131,8 @@ class _Watched:
 
     def transfer(self, package: Any, direction: str) -> None:
         for group in package.pages:
-            where = {"group": group, "pages": package.held(group), "direction": direction}
-            self.canary.transfer(package.name, "start", request=package.request.name, **where)
+            pages, name = package.held(group), package.request.name
+            self.canary.transfer(package.name, "start", group=group, pages=pages, direction=direction, request=name)
 
     def forward(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def forward(batch: Any) -> None:

@@ -263,18 +263,16 @@ class SimulatedEngine:
         count = 0
         while count < len(keys) and keys[count] in self.pools["full"].by_key:
             count += 1
-        while count:
-            first = max(0, count * size - self.style.window + 1) // size
-            known = self.pools["window"].by_key if self.style.sliding else {}
-            if not self.style.sliding or all(key in known for key in keys[first:count]):
-                break
-            count -= 1
-        if not count:
-            return {}
-        found = {"full": [self.pools["full"].by_key[key] for key in keys[:count]]}
-        if self.style.sliding:
-            found["window"] = [0] * first + [known[key] for key in keys[first:count]]
-        return found
+        full = self.pools["full"].by_key
+        if not self.style.sliding:
+            return {"full": [full[key] for key in keys[:count]]} if count else {}
+        window = self.pools["window"].by_key
+        for length in range(count, 0, -1):
+            first = max(0, length * size - self.style.window + 1) // size
+            if all(key in window for key in keys[first:length]):
+                pages = [0] * first + [window[key] for key in keys[first:length]]
+                return {"full": [full[key] for key in keys[:length]], "window": pages}
+        return {}
 
     def block_key(self, request: Request, block: int) -> int:
         """What a full page is found by: all that went before, the identity and the media."""
