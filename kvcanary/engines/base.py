@@ -23,7 +23,7 @@ ENTRY_POINTS = "kvcanary.engines"
 _BUILT_IN = (
     "kvcanary.engines.transformers:TransformersAdapter",
     "kvcanary.engines.vllm:VllmAdapter",
-    "kvcanary.engines.simulated.adapter:SimulatedAdapter",
+    "kvcanary.engines.simulated:SimulatedAdapter",
 )
 _MARK = "_kvcanary_watched"
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
-from kvcanary.engines.simulated import STYLES, SimulatedEngine, Style, Wrong
-from kvcanary.engines.simulated.adapter import SimulatedAdapter
+from kvcanary.engines.simulated import STYLES, SimulatedAdapter, SimulatedEngine, Style, Wrong
 from kvcanary.engines.simulated.requests import Request
 from kvcanary.events import Event, OwnershipViolated, ViolationDetected
 from kvcanary.faults.injectors import Injection

@@ -6,8 +6,7 @@ import torch
 import kvcanary
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
-from kvcanary.engines.simulated import STYLES, SimulatedEngine, Style
-from kvcanary.engines.simulated.adapter import SimulatedAdapter
+from kvcanary.engines.simulated import STYLES, SimulatedAdapter, SimulatedEngine, Style
 from kvcanary.errors import ConfigError
 from kvcanary.events import OwnershipViolated, SnapshotTaken, ViolationDetected
 from kvcanary.faults.programs import Inline

@@ -9,31 +9,20 @@ import torch
 
 from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
 from kvcanary.canary import Canary
-from kvcanary.engines.base import FACTS, Patches, unarmed_checks
+from kvcanary.engines.base import Patches
 from kvcanary.kernels.queued import QueuedKernels
 from kvcanary.layout import AttentionGroup, PoolLayout
 
 
-class SimulatedAdapter:
-    """Watches a :class:`~kvcanary.engines.simulated.SimulatedEngine`."""
-
-    name = "simulated"
-    facts = FACTS
-    quarantines = False
-
-    def matches(self, engine: object) -> bool:
-        """Whether it is one."""
-        return any(base.__qualname__ == "SimulatedEngine" for base in type(engine).__mro__)
-
-    def attach(self, engine: Any, canary: Canary) -> Callable[[], None]:
-        """Watch an engine; returns what undoes it."""
-        watched = _Watched(engine, canary)
-        try:
-            watched.begin(unarmed_checks(self))
-        except BaseException:
-            watched.end()
-            raise
-        return watched.end
+def attach(engine: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[], None]:
+    """Watch an engine; returns what undoes it. ``unarmed``: checks that lack facts, each with its reason."""
+    watched = _Watched(engine, canary)
+    try:
+        watched.begin(unarmed)
+    except BaseException:
+        watched.end()
+        raise
+    return watched.end
 
 
 class _Watched:
