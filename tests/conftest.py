@@ -9,5 +9,5 @@ from tests.kernels import triton_rig  # noqa: F401
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--programs", type=int, default=1500, help="random programs on the simulated engine; 1500 without this option"
+        "--programs", type=int, default=1200, help="random programs on the simulated engine; 1200 without this option"
     )

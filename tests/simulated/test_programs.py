@@ -18,7 +18,7 @@ LENGTH = 14
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first_seed" in metafunc.fixturenames:
-        count = metafunc.config.getoption("programs", 1500)
+        count = metafunc.config.getoption("programs", 1200)
         metafunc.parametrize("first_seed", range(0, count, CHUNK))
 
 
