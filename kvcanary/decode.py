@@ -38,6 +38,7 @@ from kvcanary.state import (
 _OWNER_STATES = {OWNER_HELD: "held", OWNER_FREED: "freed", OWNER_TRASH: "trash", OWNER_NULL: "null"}
 _HAS_DIGESTS = {Kind.DIGEST, Kind.REQUEST_DIGEST, Kind.FINAL_DIGEST, Kind.POSITION, Kind.WRITE_CONFLICT}
 _OF_BYTES = {Kind.CONTENT, Kind.NONFINITE, Kind.WRITE_MISSING}
+_OF_PAGES = {Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC}
 NameOf = Callable[[int], str]
 
 
@@ -115,6 +116,8 @@ class Decoder:
             # The scrub walks slots, not requests: the one whose token it was is named, at the token's own position.
             tag = tag if tag > 0 else writer.tag
             position = position if position >= 0 else row[ViolationWord.POSITION_FOUND]
+        if kind in _OF_PAGES:
+            tag = owner.tag
         tag = max(tag, 0)
         digests = kind in _HAS_DIGESTS
         part = row[ViolationWord.PART]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcanary.batch import INDEX_DTYPES
 from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError, KVCanaryError, LayoutError
@@ -131,20 +132,38 @@ class Lifecycle(Reporting):
         """Whether the request has a row."""
         return self.registry.get(request) is not None
 
-    def alloc(self, group: str | int, request: str, pages: Pages) -> None:
-        """The allocator handed out pages; what their records said is forgotten."""
-        self._tell("alloc", FactOp.ALLOC, group, request, pages)
+    def alloc(self, group: str | int, request: str, pages: Pages, *, judged: bool = False) -> None:
+        """The allocator handed out pages; what their records said is forgotten.
+
+        Args:
+            group: name or number.
+            request: whom the pages are for; ``""``: whoever writes into each of them first.
+            pages: their numbers.
+            judged: the numbers are the device's alone: the tensor stays there and must not change until the next
+                step's facts have run, the ledger learns nothing, and the owner table's kernel judges double
+                allotments.
+        """
+        self._tell("alloc", FactOp.ALLOC, group, request, pages, judged=judged)
         # Not pages in device tensors: whether a load fills them could not be told from here.
         if self._poison == "full" and not isinstance(pages, torch.Tensor):
             self._page_fact(FactOp.POISON, self.layout.index(group), request, self._checked(group, pages))
 
-    def own(self, group: str | int, request: str, pages: Pages) -> None:
-        """Pages were handed on with their contents: the owner changes, the records stay."""
-        self._tell("reuse", FactOp.OWN, group, request, pages)
+    def own(self, group: str | int, request: str, pages: Pages, *, judged: bool = False) -> None:
+        """Pages were handed on with their contents: the owner changes, the records stay.
 
-    def free(self, group: str | int, pages: Pages, request: str | None = None) -> None:
-        """The allocator took pages back. Records stay until the pages are handed out again."""
-        self._tell("free", FactOp.FREE, group, request, pages)
+        ``judged``: as for :meth:`alloc`.
+        """
+        self._tell("reuse", FactOp.OWN, group, request, pages, judged=judged)
+
+    def free(self, group: str | int, pages: Pages, request: str | None = None, *, judged: bool = False) -> None:
+        """The allocator took pages back. Records stay until the pages are handed out again.
+
+        ``judged``: as for :meth:`alloc`; the records go at once, so that a row that still reads the pages is found
+        at its next forward.
+        """
+        self._tell("free", FactOp.FREE, group, request, pages, judged=judged)
+        if judged:
+            self._page_fact(FactOp.WIPE, self.layout.index(group), request, pages, judged=True)
 
     def publish(self, group: str | int, pages: Pages, request: str | None = None) -> None:
         """Pages can be found by other requests from now on."""
@@ -154,28 +173,35 @@ class Lifecycle(Reporting):
         """Pages left the prefix index."""
         self._tell("evict", None, group, None, pages)
 
-    def reuse(self, group: str | int, request: str, pages: Pages) -> None:
-        """A request took published pages; their bytes are read again first."""
+    def reuse(self, group: str | int, request: str, pages: Pages, *, judged: bool = False) -> None:
+        """A request took published pages; their bytes are read again first. ``judged``: as for :meth:`alloc`."""
         index = self.layout.index(group)
-        queued = pages = self._checked(index, pages)
+        queued = pages = self._judged(index, pages) if judged else self._checked(index, pages)
         if self.config.verify_on_reuse == "budgeted":
             queued = pages[: max(1, REUSE_SLOTS // self.layout.groups[index].page_size)]
-        self._page_fact(FactOp.QUEUE, index, request, queued)
-        self._log_pages("reuse", index, request, pages)
+        self._page_fact(FactOp.QUEUE, index, request, queued, judged=judged)
+        if not judged:
+            self._log_pages("reuse", index, request, pages)
 
-    def move(self, group: str | int, sources: Pages, targets: Pages, request: str | None = None) -> None:
+    def move(
+        self, group: str | int, sources: Pages, targets: Pages, request: str | None = None, *, judged: bool = False
+    ) -> None:
         """Pages are copied on the device, in this order with the other facts; records go along.
+
+        ``judged``: as for :meth:`alloc`.
 
         Raises:
             BatchError: lengths differ.
         """
         index = self.layout.index(group)
-        sources, targets = self._checked(index, sources), self._checked(index, targets)
+        check = self._judged if judged else self._checked
+        sources, targets = check(index, sources), check(index, targets)
         if len(sources) != len(targets):
             raise BatchError(f"move needs as many targets as sources, got {len(sources)} and {len(targets)}")
         self._keep_bytes(index, targets)
-        self._page_fact(FactOp.COPY, index, request, sources, targets=targets)
-        self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
+        self._page_fact(FactOp.COPY, index, request, sources, targets=targets, judged=judged)
+        if not judged:
+            self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
 
     def restamp(self, group: str | int, pages: Pages) -> None:
         """Bytes were edited on purpose (shifted positions, requantised): trust the present ones."""
@@ -353,12 +379,24 @@ class Lifecycle(Reporting):
         if len(tokens) >= length:
             self.feed.compute_base(entry, tuple(tokens[:length]), self._late)
 
-    def _tell(self, kind: str, op: FactOp | None, group: str | int, request: str | None, pages: Pages) -> None:
+    def _tell(
+        self,
+        kind: str,
+        op: FactOp | None,
+        group: str | int,
+        request: str | None,
+        pages: Pages,
+        *,
+        judged: bool = False,
+    ) -> None:
         """One lifecycle call about pages: a fact for the device, where one is due, and one for the host.
 
         As many calls as rows that grow: what can be looked up is, and the usual one makes no call that it need not.
         """
         index, name, num_pages = self._places.get(group) or self._place(group)
+        if op is not None and judged:
+            self._page_fact(op, index, request, self._judged(index, pages), judged=True)
+            return
         if type(pages) is list and len(pages) == 1 and type(pages[0]) is int and 0 <= pages[0] < num_pages:
             pages = (pages[0],)
         else:
@@ -383,6 +421,16 @@ class Lifecycle(Reporting):
             if fact.op is FactOp.POISON and self.layout.spaces[fact.group] == self.layout.spaces[index]:
                 fact.pages = () if known is None else [page for page in _host(fact.pages) if page not in known]
 
+    def _judged(self, group: str | int, pages: Pages) -> Pages:
+        """Pages whose numbers the host does not know."""
+        if isinstance(pages, torch.Tensor) and pages.dim() == 1 and pages.dtype in INDEX_DTYPES:
+            return pages
+        found = f"{pages.dtype} {tuple(pages.shape)}" if isinstance(pages, torch.Tensor) else type(pages).__name__
+        raise BatchError(
+            f"group {self.layout.groups[self.layout.index(group)].name!r}: judged pages must be an int32 or int64 "
+            f"tensor [n], got {found}; pages that the host knows are told without judged=True"
+        )
+
     def _page_fact(
         self,
         op: FactOp,
@@ -392,6 +440,7 @@ class Lifecycle(Reporting):
         *,
         targets: Pages = (),
         records: torch.Tensor | None = None,
+        judged: bool = False,
     ) -> None:
         if len(pages) == 0:
             return
@@ -399,6 +448,7 @@ class Lifecycle(Reporting):
         fact = DeviceFact(op, group, pages, targets, -1, self._tag_of(request))
         if records is not None:
             fact.records = records
+        fact.judged = judged
         self._pending.append(fact)
 
     def _tag_of(self, request: str | None) -> int:

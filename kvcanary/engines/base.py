@@ -22,6 +22,7 @@ ENTRY_POINTS = "kvcanary.engines"
 
 _BUILT_IN = (
     "kvcanary.engines.transformers:TransformersAdapter",
+    "kvcanary.engines.sglang:SGLangAdapter",
     "kvcanary.engines.vllm:VllmAdapter",
     "kvcanary.engines.simulated:SimulatedAdapter",
 )

@@ -25,10 +25,11 @@ class FactOp(IntEnum):
 
     ALLOC = 0
     """pages get owner (tag, HELD, now); their records are wiped, and those of other groups whose bytes they overlay
-    when the arena page changed hands"""
+    when the arena page changed hands. ``judged``: DOUBLE_ALLOC for a page that is HELD, or named twice. With tag 0 a
+    page belongs to the row that writes into it first"""
     FREE = 1
     """pages get owner state FREED (tag kept); records stay until the next ALLOC, since engines may free first and copy
-    the bytes out afterwards"""
+    the bytes out afterwards. ``judged``: DOUBLE_FREE for a page that is FREED, or named twice"""
     OWN = 2
     """pages get owner (tag, HELD, now); records stay (a page handed on with its contents)"""
     ADMIT = 3
@@ -60,7 +61,10 @@ class FactOp(IntEnum):
 
 @dataclass(slots=True)
 class DeviceFact:
-    """One lifecycle fact for the device; see :class:`FactOp` for which fields count."""
+    """One lifecycle fact for the device; see :class:`FactOp` for which fields count.
+
+    ``judged``: nobody on the host has seen the numbers in ``pages``; those that are no pages are passed over.
+    """
 
     op: FactOp
     group: int = 0
@@ -72,6 +76,7 @@ class DeviceFact:
     digest: int = 0
     digest2: int = 0
     armed: bool = False
+    judged: bool = False
     records: torch.Tensor | None = field(default=None, repr=False)
 
 

@@ -225,6 +225,7 @@ class FactWord(IntEnum):
     TARGETS_KIND = 13
     RECORDS = 14
     """address of a table of records, or of the sums of a restamp"""
+    JUDGED = 15
 
 
 def shift_of(value: int) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from kvcanary.errors import BatchError
 from kvcanary.kernels import DeviceFact, FactOp, ref_poison
-from kvcanary.kernels.ref_report import Launch, report
+from kvcanary.kernels.ref_report import Launch, first_of_each, report
 from kvcanary.kernels.ref_scrub import Readers, enqueue
 from kvcanary.kernels.ref_words import flag_bits, sealed, states_of
 from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, owner_word
@@ -78,7 +78,9 @@ class Application:
 
     def _alloc(self) -> None:
         pages = self._pages()
-        self._set_owner(pages, owner_word(self.launch.forward, self.fact.tag, OWNER_HELD))
+        self._judged_owner(
+            pages, owner_word(self.launch.forward, self.fact.tag, OWNER_HELD), Kind.DOUBLE_ALLOC, OWNER_HELD
+        )
         _wipe(self.records, self._slots(pages))
         if self.group.arena is not None:
             self._take_arena(pages)
@@ -105,7 +107,8 @@ class Application:
     def _free(self) -> None:
         pages = self._pages()
         tags = self.records.owner[pages] & _TAG_MASK
-        self._set_owner(pages, tags | owner_word(self.launch.forward, 0, OWNER_FREED))
+        words = tags | owner_word(self.launch.forward, 0, OWNER_FREED)
+        self._judged_owner(pages, words, Kind.DOUBLE_FREE, OWNER_FREED)
 
     def _own(self) -> None:
         self._set_owner(self._pages(), owner_word(self.launch.forward, self.fact.tag, OWNER_HELD))
@@ -118,6 +121,20 @@ class Application:
 
     def _poison(self) -> None:
         ref_poison.fill(self.launch, self.space, self._slots(self._pages()))
+
+    def _judged_owner(self, pages: torch.Tensor, words: torch.Tensor | int, kind: Kind, state: int) -> None:
+        """Set owners; of a judged fact, report pages that were in ``state`` already, or are named twice."""
+        if not self.fact.judged or not self.launch.armed:
+            self._set_owner(pages, words)
+            return
+        found = states_of(self.records.owner[pages])
+        again = torch.ones_like(pages, dtype=torch.bool)
+        again[first_of_each(pages)[1]] = False
+        fields = {V.SLOT: pages * self.group.page_size, V.PAGE: pages}
+        report(self.launch, kind, self.space, fields, (found == state) & ~again)
+        self._set_owner(pages, words)
+        # The second time a list names a page, the page is in that state because of the first.
+        report(self.launch, kind, self.space, fields, again & (found < OWNER_TRASH))
 
     def _set_owner(self, pages: torch.Tensor, words: torch.Tensor | int) -> None:
         old = self.records.owner[pages]
@@ -256,6 +273,10 @@ class Application:
     def _pages(self, *, targets: bool = False) -> torch.Tensor:
         named = self.fact.targets if targets else self.fact.pages
         pages = torch.as_tensor(named, dtype=torch.int64, device=self.state.device).flatten()
+        if pages.numel() and self.fact.judged:
+            # Nobody could look at these numbers before.
+            there = (pages >= 0) & (pages < self.group.num_pages)
+            return pages if bool(there.all()) else pages[there]
         if pages.numel():
             low, high = (int(bound) for bound in pages.aminmax())
             if low < 0 or high >= self.group.num_pages:

@@ -200,11 +200,14 @@ def _mark_group(launch: Launch, rows: BatchRows, tokens: Tokens, g: int, poison:
     links = state.scratch_links
     links = links[: len(tokens)] if tokens.all_live else links.index_select(0, tokens.token)
     writes = Writes(tokens, slot, page, records.owner.index_select(0, page), links)
-    if not _all_mine(launch, rows, g, writes):
+    mine = _all_mine(launch, rows, g, writes)
+    if not mine:
         writes = _judge_owners(launch, rows, g, writes)
     if not len(writes.tokens):
         return
     _judge_table(launch, g, where, writes, compare=item.slot_mapping is not None)
+    if not mine:
+        _take_pages(launch, rows, g, writes)
     if poison:
         tag = rows.tag.index_select(0, writes.tokens.batch_row)
         old = records.links[writes.slot]
@@ -255,11 +258,19 @@ def _judge_owners(launch: Launch, rows: BatchRows, g: int, writes: Writes) -> Wr
     old = launch.state.groups[g].links[slot]
     # The same token after the same prefix: rewriting it changes nothing for whoever owns the page.
     harmful = (old != links).any(1).logical_or_(links[:, 1] == 0)
-    foreign = ((state == OWNER_HELD) & (tags_of(owner) != tag) & (tag != 0)) | (state == OWNER_NULL)
+    held, holder = state == OWNER_HELD, tags_of(owner)
+    foreign = (held & (holder != tag) & (holder != 0) & (tag != 0)) | (state == OWNER_NULL)
     fields = {V.ROW: tokens.row, V.SLOT: slot, V.PAGE: page, **link_expected(links), **link_found(old)}
     report(launch, Kind.WRITE_FREED, g, fields, harmful & (state == OWNER_FREED))
     report(launch, Kind.WRITE_FOREIGN, g, fields, harmful & foreign)
     return writes
+
+
+def _take_pages(launch: Launch, rows: BatchRows, g: int, writes: Writes) -> None:
+    """Pages that were handed out to nobody by name belong to the first row that writes into them."""
+    tag, owner = rows.tag.index_select(0, writes.tokens.batch_row), writes.owner
+    taken = ((states_of(owner) == OWNER_HELD) & (tags_of(owner) == 0) & (tag != 0)).nonzero().squeeze(1)
+    launch.state.groups[g].owner[writes.page[taken]] = owner[taken] | (tag[taken] << TAG_SHIFT)
 
 
 def _judge_table(launch: Launch, g: int, where: SlotMap, writes: Writes, *, compare: bool) -> None:

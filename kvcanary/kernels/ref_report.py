@@ -18,6 +18,7 @@ NONFINITE                                 row, slot, part, the token's position
 WRITE_MISSING                             row, slot, part, code and position of the token that was to be written
 CONTENT                                   slot, part, both fingerprints, the record's code, position and digest
 NULL_DIRTY                                slot, part
+DOUBLE_FREE, DOUBLE_ALLOC                 the page's first slot
 ========================================  =====================================================================
 
 Input kinds belong to no group; they are counted under the first group that takes part in the forward.
@@ -58,7 +59,10 @@ SLOT_FLAGS: dict[Kind, SealFlag] = {
     Kind.WRITE_MISSING: SealFlag.WRITE_MISSING,
     Kind.NULL_DIRTY: SealFlag.CONTENT,
 }
-"""Kinds that are reported once a slot; all others are reported once a row."""
+"""Kinds that are reported once a slot; all others but those of :data:`EACH` are reported once a row."""
+
+EACH = frozenset({Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC})
+"""Kinds that are reported every time: a page that is freed three times was freed wrongly twice."""
 
 TAINTING = frozenset({Kind.REQUEST_DIGEST, Kind.INPUT_TOKEN, Kind.INPUT_POSITION})
 
@@ -138,9 +142,12 @@ def report(launch: Launch, kind: Kind, group: int, fields: Fields, wrong: torch.
     only = wrong.nonzero().squeeze(1)
     if not only.numel():
         return
+    if kind in EACH:
+        _publish(launch, kind, group, fields, only, flag_part)
+        return
     flag = SLOT_FLAGS.get(kind)
     keys = fields[ViolationWord.ROW if flag is None else ViolationWord.SLOT][only]
-    distinct, first = _first_of_each(keys)
+    distinct, first = first_of_each(keys)
     if flag is None:
         marks = launch.state.rows.select(1, RowWord.REPORTED)
         bit = 1 << kind
@@ -149,14 +156,9 @@ def report(launch: Launch, kind: Kind, group: int, fields: Fields, wrong: torch.
         bit = flag_bits(flag)
     words = marks[distinct]
     fresh = only[first[(words & bit) == 0].sort().values]
-    base = group_base(group)
-    count = launch[base + KIND_COUNTS + kind]
-    launch[base + REPEATS] += only.numel() - fresh.numel()
-    launch[base + KIND_COUNTS + kind] += fresh.numel()
-    room = launch.state.limits.ring_quota - (count - int(launch.state.acked[group * NUM_KINDS + kind]))
-    if fresh.numel() and room > 0:
-        # Before the flags are set, so that WRITER shows the word as it was found.
-        _store(launch, kind, group, fields, fresh[:room], flag_part)
+    launch[group_base(group) + REPEATS] += only.numel() - fresh.numel()
+    # Before the flags are set, so that WRITER shows the word as it was found.
+    _publish(launch, kind, group, fields, fresh, flag_part)
     marks[distinct] = words | bit
     if kind in TAINTING:
         launch.state.rows[distinct, RowWord.FLAGS] |= RowFlag.TAINTED
@@ -181,7 +183,16 @@ def link_found(links: torch.Tensor) -> dict[ViolationWord, torch.Tensor]:
     }
 
 
-def _first_of_each(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _publish(launch: Launch, kind: Kind, group: int, fields: Fields, fresh: torch.Tensor, flag_part: int) -> None:
+    """Count findings and store as many of them as the quota lets through."""
+    counter = group_base(group) + KIND_COUNTS + kind
+    room = launch.state.limits.ring_quota - (launch[counter] - int(launch.state.acked[group * NUM_KINDS + kind]))
+    launch[counter] += fresh.numel()
+    if fresh.numel() and room > 0:
+        _store(launch, kind, group, fields, fresh[:room], flag_part)
+
+
+def first_of_each(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct keys, and the place of the first occurrence of each."""
     distinct, inverse = torch.unique(keys, return_inverse=True)
     places = torch.arange(keys.numel(), device=keys.device)

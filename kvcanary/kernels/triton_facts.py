@@ -171,7 +171,9 @@ def facts_kernel(
             _finish(counters, rows, history, meta, fact, forward)
         else:
             space = tl.load(fact + _SPACE)
-            apply_to_pages(counters, meta, fact, words, space, meta + (space + 1) * STATE_ROW, forward, lane, TILE)
+            apply_to_pages(
+                counters, rows, meta, fact, words, space, meta + (space + 1) * STATE_ROW, forward, lane, TILE
+            )  # fmt: skip
         # What one fact wrote, other threads read for the next.
         tl.debug_barrier()
         number += 1

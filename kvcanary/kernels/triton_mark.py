@@ -84,11 +84,12 @@ from kvcanary.kernels.triton_words import (
     tag_of,
     words_at,
 )
-from kvcanary.record import OWNER_UNKNOWN, Kind
+from kvcanary.record import OWNER_UNKNOWN, TAG_SHIFT, Kind
 from kvcanary.state import HISTORY, BatchWord, Check, Reason, Role, Word
 
 _NEW_TOKENS = tl.constexpr(int(Word.NEW_TOKENS))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.MARK))
+_TAG_SHIFT = tl.constexpr(TAG_SHIFT)
 _HISTORY = tl.constexpr(HISTORY)
 _B_FIRST = tl.constexpr(int(BatchWord.FIRST_TOKEN))
 _FOLLOWS = tl.constexpr(int(GroupWord.FOLLOWS))
@@ -192,12 +193,15 @@ def _claim(opened, pool, map_, group, item, b, p, t, end, inside, POW2: tl.const
 def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, inside, word, digest, scratch_slots,
                 max_tokens, poison_at, POISON: tl.constexpr, POW2: tl.constexpr):  # fmt: skip
     """Judge whether a tile's tokens may be written where they go, and write their links."""
-    links, _, first_seals, num_slots, parts, ring, follows, _, _, flags, mapping = opened
+    links, owners, first_seals, num_slots, parts, ring, follows, _, _, flags, mapping = opened
     index, named, slot, page, written, owner, old_word, old_digest = claim
     state = state_of(owner)
     faults = tl.where(inside & (slot == OUTSIDE), _RANGE, 0)
     harmful = (old_word != word) | (old_digest != digest) | (digest == 0)
-    foreign = ((state == OWNER_HELD) & (tag_of(owner) != tag) & flag(tag != 0)) | (state == OWNER_NULL)
+    holder = tag_of(owner)
+    foreign = ((state == OWNER_HELD) & (holder != tag) & (holder != 0) & flag(tag != 0)) | (state == OWNER_NULL)
+    # Pages that were handed out to nobody by name belong to the first row that writes into them.
+    taken = written & (state == OWNER_HELD) & (holder == 0) & flag(tag != 0)
     faults |= tl.where(written & harmful & (state == OWNER_FREED), _INTO_FREED, 0)
     faults |= tl.where(written & harmful & foreign, _INTO_FOREIGN, 0)
     _, page_size, _, _, _ = pool
@@ -238,6 +242,7 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
         changed = (old_word != word) | (old_digest != digest)
         forward = tl.load(counters + WORD_FORWARD)
         place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag, changed, POW2)
+    tl.store(owners + page, owner | (tag << _TAG_SHIFT), mask=taken)
     link = links + tl.maximum(slot, 0) * 2
     tl.store(link, word, mask=written)
     tl.store(link + 1, digest, mask=written)

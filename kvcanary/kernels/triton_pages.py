@@ -26,8 +26,9 @@ from kvcanary.kernels.triton_constants import (
     SUSPECT_ROWS,
     WORD_SUSPECTS,
 )
-from kvcanary.kernels.triton_words import index_at, is_sealed, state_of, words_at, writer_of
-from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, SealFlag, signed
+from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, state_of, words_at, writer_of
+from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, signed
+from kvcanary.state import Role, Word
 
 _COUNT = tl.constexpr(int(FactWord.COUNT))
 _PAGES = tl.constexpr(int(FactWord.PAGES))
@@ -35,6 +36,13 @@ _TARGETS = tl.constexpr(int(FactWord.TARGETS))
 _PAGES_KIND = tl.constexpr(int(FactWord.PAGES_KIND))
 _TARGETS_KIND = tl.constexpr(int(FactWord.TARGETS_KIND))
 _RECORDS = tl.constexpr(int(FactWord.RECORDS))
+_JUDGED = tl.constexpr(int(FactWord.JUDGED))
+_ARMED = tl.constexpr(int(Word.ARMED))
+_ROLE = tl.constexpr(int(Role.FACTS))
+_DOUBLE_FREE = tl.constexpr(int(Kind.DOUBLE_FREE))
+_DOUBLE_ALLOC = tl.constexpr(int(Kind.DOUBLE_ALLOC))
+_HELD = tl.constexpr(OWNER_HELD)
+_FREED = tl.constexpr(OWNER_FREED)
 _ALLOC = tl.constexpr(int(FactOp.ALLOC))
 _FREE = tl.constexpr(int(FactOp.FREE))
 _OWN = tl.constexpr(int(FactOp.OWN))
@@ -109,6 +117,34 @@ def _set_owners(fact, words, group, forward, lane, TILE: tl.constexpr):
         held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
         freed = (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD
         tl.store(at, tl.where(op == _FREE, freed, held), mask=there & (state_of(old) < OWNER_TRASH))
+        start += TILE
+
+
+@triton.jit
+def _judge_owners(counters, rows, meta, fact, words, space, group, forward, lane, TILE: tl.constexpr):
+    """New owners for pages whose numbers the host does not know: report those that were allotted or free already."""
+    freed = tl.load(fact + FACT_OP) == _FREE
+    kind = tl.where(freed, _DOUBLE_FREE, _DOUBLE_ALLOC).to(tl.int64)
+    count = tl.load(fact + _COUNT)
+    start = count * 0
+    while start < count:
+        i = start + lane
+        page = _page(fact, words, _PAGES, _PAGES_KIND, i, i < count)
+        there = (i < count) & (page >= 0) & (page < tl.load(group + GROUP_NUM_PAGES))
+        at = words_at(tl.load(group + GROUP_OWNER)) + tl.where(there, page, 0)
+        old = tl.load(at, mask=there, other=0)
+        there = there & (state_of(old) < OWNER_TRASH)
+        held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
+        new = tl.where(freed, (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD, held)
+        # An exchange, so that of two lanes with one page the second finds what the first put there.
+        old = tl.atomic_xchg(at, new, mask=there, sem="relaxed")
+        slot = page * tl.load(group + GROUP_PAGE_SIZE)
+        seal = words_at(tl.load(group + GROUP_SEALS)) + tl.where(there, slot, 0) * 2
+        report(
+            counters, rows, meta, there & (state_of(old) == tl.where(freed, _FREED, _HELD)), kind + i * 0, _ROLE, space,
+            counters.to(tl.int64) + i * 0, i * 0, NONE, slot, page, NONE, NONE, NONE, NONE, 0, 0, 0, 0,
+            tl.load(seal + 1, mask=there, other=0), old, NONE, i < 0,
+        )  # fmt: skip
         start += TILE
 
 
@@ -204,11 +240,15 @@ def _restamp(fact, group, slot, there, i, total, forward):
 
 
 @triton.jit
-def apply_to_pages(counters, meta, fact, words, space, group, forward, lane, TILE: tl.constexpr):
+def apply_to_pages(counters, rows, meta, fact, words, space, group, forward, lane, TILE: tl.constexpr):
     """Every fact about pages."""
     op = tl.load(fact + FACT_OP)
     if (op == _ALLOC) | (op == _FREE) | (op == _OWN) | (op == _IMPORT):
-        _set_owners(fact, words, group, forward, lane, TILE)
+        told = (op == _ALLOC) | (op == _FREE)
+        if told & (tl.load(fact + _JUDGED) != 0) & (tl.load(counters + _ARMED) != 0):
+            _judge_owners(counters, rows, meta, fact, words, space, group, forward, lane, TILE)
+        else:
+            _set_owners(fact, words, group, forward, lane, TILE)
     total = tl.load(fact + _COUNT) * tl.load(group + GROUP_PAGE_SIZE)
     if (op != _FREE) & (op != _OWN):
         start = total * 0

@@ -73,7 +73,7 @@ class FactEncoder:
         group = self._layout.groups[space]
         # In the order of FactWord.
         words = [fact.op, fact.group, space, fact.row, fact.tag, fact.position, fact.digest, fact.digest2]
-        words += (int(fact.armed), 0, 0, 0, 0, 0, 0, 0)
+        words += (int(fact.armed), 0, 0, 0, 0, 0, 0, int(fact.judged))
         if fact.op in _ROW_OPS or (fact.op is FactOp.FINISH and fact.row >= 0):
             self._check_row(fact, group)
         elif fact.op is not FactOp.FINISH:
@@ -98,11 +98,11 @@ class FactEncoder:
         if isinstance(pages, torch.Tensor):
             if pages.device.type != "cpu":
                 # What lies on the device cannot be looked at from here; the kernel passes over what is no page.
-                tensor = pages.flatten().to(torch.int64)
+                tensor = pages.flatten().to(torch.int64).contiguous()
                 encoded.alive.append(tensor)
                 return tensor.data_ptr(), 1, tensor.shape[0]
             pages = pages.flatten().tolist()
-        if pages and (min(pages) < 0 or max(pages) >= group.num_pages):
+        if pages and not fact.judged and (min(pages) < 0 or max(pages) >= group.num_pages):
             raise BatchError(
                 f"{_name(fact, group)}: pages {min(pages)}..{max(pages)} reach out of 0..{group.num_pages - 1}"
             )

@@ -296,7 +296,9 @@ class World:
                 request.pages[g].append(page)
                 fresh.append(page)
             if fresh:
-                facts.append(DeviceFact(FactOp.ALLOC, group=g, pages=fresh, tag=request.tag))
+                # Some engines hand out pages without saying to whom.
+                named = self.plain or fresh[0] % 4
+                facts.append(DeviceFact(FactOp.ALLOC, group=g, pages=fresh, tag=request.tag if named else 0))
                 if self.limits.poison == "full":
                     facts.append(DeviceFact(FactOp.POISON, group=g, pages=fresh))
         return facts

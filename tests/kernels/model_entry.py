@@ -125,9 +125,9 @@ class EntryModel(ModelBase):
                 overwritten = group.ring is not None and t - start < new - group.ring
                 if slot >= 0 and not overwritten and self.state_of(g, slot).state != OWNER_TRASH:
                     self._judge_write(batch, g, item, b, row, t, p, slot)
-                    pending.append((t, slot))
+                    pending.append((t, slot, self.rows[row][RowWord.TAG]))
         runs = self.poison_runs(g, poison)
-        for t, slot in pending if runs else ():
+        for t, slot, _ in pending if runs else ():
             owner, tag = self.state_of(g, slot), self.rows[self.scratch_rows[t]][RowWord.TAG]
             mine = owner.state == record.OWNER_HELD and owner.tag == tag != 0
             placed = mine and list(self.link(g, slot)) != self.scratch_links[t]
@@ -135,7 +135,10 @@ class EntryModel(ModelBase):
             if placed:
                 raw, place, pattern = self.poison_spot(g, runs, slot)
                 raw[place : place + len(pattern)] = torch.tensor(list(pattern), dtype=torch.uint8)
-        for t, slot in pending:
+        for t, slot, tag in pending:
+            owner = self.state_of(g, slot)
+            if owner.state == record.OWNER_HELD and owner.tag == 0:
+                self.owner[space][slot // group.page_size] = record.owner_word(owner.as_of, tag, owner.state)
             self.links[space][slot] = list(self.scratch_links[t])
             for seals in self.seals[space]:
                 seals[slot] = [0, 0]
@@ -151,7 +154,7 @@ class EntryModel(ModelBase):
         else:
             self.verified(g, Check.WRITES)
         if old != new or new[1] == 0:
-            foreign = owner.state == record.OWNER_HELD and tag not in (0, owner.tag)
+            foreign = owner.state == record.OWNER_HELD and tag not in (0, owner.tag) and owner.tag != 0
             kind = None
             if owner.state == record.OWNER_FREED:
                 kind = Kind.WRITE_FREED

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcanary.batch import GroupBatch
 from kvcanary.errors import BatchError
 from kvcanary.kernels import FactOp
 from kvcanary.record import OWNER_FREED, OWNER_HELD, Owner, SealFlag, parse_owner, parse_writer
@@ -202,6 +203,79 @@ def test_a_fact_that_fits_nothing_is_refused_by_name(op: FactOp, fields: dict[st
     with pytest.raises(BatchError, match=words) as caught:
         Rig().fact(op, **fields)
     assert op.name in str(caught.value)
+
+
+def test_a_judged_free_of_a_free_page_is_reported_each_time_with_its_last_owner() -> None:
+    rig = Rig()
+    request = rig.request(4)
+    page = rig.page(request, 0)
+    rig.fact(FactOp.FREE, pages=torch.tensor([page]), judged=True)
+    assert rig.new_violations() == []
+    rig.fact(FactOp.FREE, pages=torch.tensor([page]), judged=True)
+    rig.fact(FactOp.FREE, pages=torch.tensor([page]), judged=True)
+    found = rig.new_violations()
+    assert [(v.name, v.page, v.slot, parse_owner(v.owner).tag) for v in found] == [
+        ("DOUBLE_FREE", page, 4 * page, request.tag)
+    ] * 2
+
+
+def test_a_judged_allotment_of_a_held_page_is_reported_with_its_holder() -> None:
+    rig = Rig()
+    request = rig.request(4)
+    page = rig.page(request, 0)
+    rig.fact(FactOp.ALLOC, pages=torch.tensor([page, 30]), judged=True)
+    (found,) = rig.new_violations()
+    assert (found.name, found.page, parse_owner(found.owner).tag) == ("DOUBLE_ALLOC", page, request.tag)
+
+
+@pytest.mark.parametrize("op", [FactOp.FREE, FactOp.ALLOC])
+def test_a_page_named_twice_in_one_judged_fact_is_reported_once(op: FactOp) -> None:
+    rig = Rig()
+    if op is FactOp.FREE:
+        rig.fact(FactOp.ALLOC, pages=[7, 8])
+    rig.fact(op, pages=torch.tensor([7, 8, 7]), judged=True)
+    assert [(v.name, v.page) for v in rig.new_violations()] == [(f"DOUBLE_{op.name}", 7)]
+
+
+def test_judged_facts_report_nothing_about_reserved_pages_or_unknown_owners_or_before_arming() -> None:
+    rig = Rig(replace(PLAIN, trash=True))
+    trash = rig.world.layout.groups[0].trash_pages[0]
+    rig.fact(FactOp.FREE, pages=torch.tensor([trash, 20]), judged=True)
+    rig.fact(FactOp.FREE, pages=torch.tensor([trash]), judged=True)
+    unarmed = Rig(armed=False)
+    unarmed.fact(FactOp.ALLOC, pages=torch.tensor([3, 3]), judged=True)
+    assert rig.new_violations() == unarmed.new_violations() == []
+
+
+def test_judged_facts_pass_over_numbers_that_are_no_pages() -> None:
+    rig = Rig()
+    for op in (FactOp.ALLOC, FactOp.QUEUE, FactOp.WIPE, FactOp.OWN, FactOp.FREE):
+        rig.fact(op, pages=torch.tensor([-1, 30, 40, 1 << 40]), tag=3, judged=True)
+    assert owner(rig, 30) == (1, 3, OWNER_FREED)
+    assert rig.new_violations() == []
+
+
+def test_only_judged_facts_are_judged() -> None:
+    rig = Rig()
+    rig.fact(FactOp.ALLOC, pages=[7, 7])
+    rig.fact(FactOp.FREE, pages=[7])
+    rig.fact(FactOp.FREE, pages=[7])
+    assert rig.new_violations() == []
+
+
+def test_a_page_handed_out_to_nobody_belongs_to_the_first_row_that_writes_into_it() -> None:
+    rig = Rig()
+    first, second = rig.request(4), rig.request(4)
+    rig.fact(FactOp.ALLOC, pages=[30])
+    assert owner(rig, 30).tag == 0
+    mapping, batch = torch.tensor([4 * 30]), rig.plan((first, 4, 1)).batch
+    forward = rig.word(Word.FORWARD)
+    assert rig.enter(replace(batch, groups=(GroupBatch(slot_mapping=mapping),))) == []
+    assert owner(rig, 30).tag == first.tag
+    assert owner(rig, 30).as_of == forward
+    batch = rig.plan((second, 4, 1)).batch
+    found = rig.enter(replace(batch, groups=(GroupBatch(slot_mapping=mapping),)))
+    assert "WRITE_FOREIGN" in names(found)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""One token written through a pool's own path into the padding slot, and looked for where the layout says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcanary.engines.sglang.pools import Space
+from kvcanary.errors import ConfigError
+from kvcanary.layout import KVSource, PoolLayout
+
+_WRITABLE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+"""Pools that take keys and values as the model makes them; the others are written by kernels of one back end."""
+
+
+def write_sentinels(spaces: list[Space], layout: PoolLayout) -> None:
+    """Write a token of every layer, see its bytes change in that layer's sources only, and put the old ones back.
+
+    Nothing may run on the pool.
+
+    Raises:
+        ConfigError: the sources do not show what SGLang wrote.
+    """
+    for space, group in zip(spaces, layout.groups, strict=True):
+        if type(space.pool).__name__ not in _WRITABLE or getattr(space.pool, "is_quantized_kv_cache", False):
+            continue
+        places = [place for source in group.sources for place in token_bytes(source, 0)]
+        names = [(source.name, source.layer) for source in group.sources for _ in source.runs]
+        saved = [place.clone() for place in places]
+        layers = sorted({source.layer for source in group.sources})
+        for number, layer in enumerate(layers):
+            before = [place.clone() for place in places]
+            _write(space.pool, int(space.pool.start_layer or 0) + number, layout.device)
+            changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
+            wrong = [name for (name, at), moved in zip(names, changed, strict=True) if moved != (at == layer)]
+            if wrong:
+                raise ConfigError(
+                    f"a token written through {type(space.pool).__name__}.set_kv_buffer to layer {layer} of group "
+                    f"{space.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. This "
+                    "release lays its cache out in another way; use a known release or a newer kvcanary"
+                )
+        for place, old in zip(places, saved, strict=True):
+            place.copy_(old)
+
+
+def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:
+    """The bytes of one token's runs, addressed by the numbers that the kernels use."""
+    tensor = source.tensor
+    page, offset = divmod(slot, source.page_size)
+    first = tensor.storage_offset() * tensor.element_size() + page * source.page_stride + offset * source.token_stride
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return [whole[first + run.offset : first + run.offset + run.num_bytes] for run in source.runs]
+
+
+def _write(pool: Any, layer: int, device: torch.device) -> None:
+    """Ones, then, should the slot have held just these, twos."""
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    dtype = pool.dtype if pool.dtype.itemsize > 1 else torch.bfloat16
+    if type(pool).__name__ == "MLATokenToKVPool":
+        shapes = [(1, 1, int(pool.kv_cache_dim))]
+    else:
+        shapes = [(1, int(pool.head_num), int(pool.head_dim)), (1, int(pool.head_num), int(pool.v_head_dim))]
+    buffers = pool.kv_buffer if len(shapes) == 1 else pool.k_buffer
+    held = buffers[layer - int(pool.start_layer or 0)].flatten()[:1].view(torch.uint8).any()
+    rows = [torch.full(shape, 2.0 if bool(held) else 1.0, dtype=dtype, device=device) for shape in shapes]
+    pool.set_kv_buffer(None, slot, rows[0], rows[-1], layer_id_override=layer)

@@ -1,0 +1,1 @@
+"""Entry points that engines load by themselves. Importing one costs nothing; see each for when it does something."""
