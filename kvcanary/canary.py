@@ -21,7 +21,6 @@ from kvcanary.errors import BatchError, ConfigError
 from kvcanary.events import CanaryArmed, Event, QuarantineFailed
 from kvcanary.kernels import load_kernels
 from kvcanary.layout import DEFAULT_PART, PoolLayout
-from kvcanary.lifecycle import Lifecycle
 from kvcanary.mailbox import Quarantine
 from kvcanary.observers.base import Observer
 from kvcanary.pipeline import DrainReport
@@ -30,6 +29,7 @@ from kvcanary.snapshot import SnapshotRing
 from kvcanary.state import Role, Word
 from kvcanary.steps import Step
 from kvcanary.tools import Tools
+from kvcanary.transfers import Transfers
 
 Quarantiner = Callable[[Quarantine], Iterable[Event]]
 """An adapter's hand: takes requests and pages out of service, says what it did."""
@@ -37,7 +37,7 @@ Quarantiner = Callable[[Quarantine], Iterable[Event]]
 _ROLES = {role.name.lower(): role for role in Role}
 
 
-class Canary(Lifecycle, Tools):
+class Canary(Transfers, Tools):
     """Records, checks and events for one engine's KV cache.
 
     A canary is unbound until a pool exists: :meth:`bind` gives it the pool's layout and begins a run; a new

@@ -15,15 +15,13 @@ import torch
 from kvcanary.batch import INDEX_DTYPES
 from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
-from kvcanary.errors import BatchError, KVCanaryError, LayoutError
+from kvcanary.errors import BatchError
 from kvcanary.events import FactsLost
-from kvcanary.exported import Records, adopted, refuse_strangers
 from kvcanary.kernels import DeviceFact, FactOp
-from kvcanary.record import hex64, identity_seed, key_fingerprint
+from kvcanary.record import hex64, identity_seed
 from kvcanary.reporting import Reporting
 from kvcanary.requests import Request
 from kvcanary.state import Word
-from kvcanary.wire import unpack
 
 INLINE_BASE = 4096
 """Known tokens up to which a base digest is computed at once; longer ones are left to the drain's thread."""
@@ -201,73 +199,11 @@ class Lifecycle(Reporting):
         self._keep_bytes(index, targets)
         self._page_fact(FactOp.COPY, index, request, sources, targets=targets, judged=judged)
         if not judged:
-            self.facts.moved(self.layout.groups[index].name, _host(sources), _host(targets))
+            self.facts.moved(self.layout.groups[index].name, host_pages(sources), host_pages(targets))
 
     def restamp(self, group: str | int, pages: Pages) -> None:
         """Bytes were edited on purpose (shifted positions, requantised): trust the present ones."""
         self._tell("restamp", FactOp.RESTAMP, group, None, pages)
-
-    def transfer(
-        self,
-        transfer: str,
-        event: str,
-        *,
-        group: str | int = 0,
-        pages: Pages = (),
-        direction: str = "in",
-        ordered: bool = False,
-        request: str | None = None,
-        error: str = "",
-        tier: str = "",
-        blocks: Sequence[int] = (),
-    ) -> None:
-        """Bytes enter or leave pages by a copy: ``event`` is ``"start"``, ``"landed"`` or ``"failed"``.
-
-        At the start of an incoming transfer the pages' records are wiped, so that nothing vouches for them until
-        :meth:`import_records` or a forward does. ``ordered``: the forward's own stream orders the copy. ``tier`` and
-        ``blocks``: the other end, where it is memory of this engine outside of the pool (host blocks, staging, places
-        of metadata); the ledger then sees two copies that meet there.
-
-        Raises:
-            BatchError: unknown event or direction, or a tier that has the name of a group.
-        """
-        if event == "start":
-            if direction not in ("in", "out"):
-                raise BatchError(f"transfer {transfer!r}: direction must be 'in' or 'out', got {direction!r}")
-            pages = self._checked(group, pages)
-            self.facts.retired = self._retired()  # an unordered copy is judged by what is done by now
-            index = self.layout.index(group)
-            if direction == "in":
-                self._keep_bytes(index, pages)
-                self._page_fact(FactOp.WIPE, index, request, pages)
-            name = self.layout.groups[index].name
-            if len(pages):
-                self.facts.transfer_started(transfer, name, request or "", _host(pages), direction, ordered=ordered)
-            if tier:
-                held, other = self._blocks(tier, blocks), "out" if direction == "in" else "in"
-                self.facts.transfer_started(transfer, tier, request or "", held, other, ordered=ordered)
-        elif event == "landed":
-            self.facts.transfer_landed(transfer)
-        elif event == "failed":
-            self.facts.transfer_failed(transfer, error)
-        else:
-            raise BatchError(f"transfer {transfer!r}: event must be 'start', 'landed' or 'failed', got {event!r}")
-
-    def alloc_blocks(self, tier: str, request: str, blocks: Sequence[int]) -> None:
-        """Blocks outside of the pool (see :meth:`transfer`) were handed out. For the ledger; nothing of them is read.
-
-        Raises:
-            BatchError: the tier has the name of a group, or a block is no number.
-        """
-        self.facts.pages("alloc", tier, request, self._blocks(tier, blocks))
-
-    def free_blocks(self, tier: str, blocks: Sequence[int], request: str | None = None) -> None:
-        """Blocks outside of the pool were taken back.
-
-        Raises:
-            BatchError: the tier has the name of a group, or a block is no number.
-        """
-        self.facts.pages("free", tier, request or "", self._blocks(tier, blocks))
 
     def weights_updated(self, epoch: int) -> None:
         """New weights: everything cached before was made by older ones."""
@@ -288,78 +224,6 @@ class Lifecycle(Reporting):
         with self._on_stream():
             self.state.counters[Word.ARMED] = 0
         self._armed = False
-
-    def ingest(self, data: bytes) -> None:
-        """Make the calls that a :class:`~kvcanary.wire.FactWriter` packed in the scheduler's process, in order.
-
-        Before the step that they belong to. One that is refused does not keep the others from being made.
-
-        Raises:
-            ConfigError: not such bytes, or those of another version; nothing has changed then.
-            BatchError, LayoutError: the first refusal.
-        """
-        refused: list[KVCanaryError] = []
-        for name, arguments in unpack(data):
-            try:
-                getattr(self, name)(**arguments)
-            except (BatchError, LayoutError) as error:
-                refused.append(error)
-        if refused:
-            raise refused[0]
-
-    def export_records(self, group: str | int, pages: Pages) -> Records:
-        """Records of pages whose bytes are about to be copied out, taken in order with the other facts."""
-        index = self.layout.index(group)
-        pages = self._checked(index, pages)
-        item = self.layout.groups[index]
-        parts = self.state.groups[index].seals.shape[0]
-        words = torch.zeros(len(pages) * item.page_size, 2 + 2 * parts, dtype=torch.int64, device=self.state.device)
-        self._page_fact(FactOp.EXPORT, index, None, pages, records=words)
-        layout, key = self.layout, key_fingerprint(self.state.keys)
-        return Records(item.name, len(pages), words, layout.fingerprint, layout.content(index), key, self.run)
-
-    def import_records(
-        self, group: str | int, pages: Pages, records: Records, request: str | None = None, *, relaid: bool = False
-    ) -> None:
-        """Give pages the records that came with their bytes; the first ``len(pages)`` of them.
-
-        The slots are read again before anything else, so a transfer that brought other bytes is found. ``relaid``:
-        whoever moved the bytes laid them out anew (other strides, other parallelism), so only what the group's seals
-        add up must be the same: layers, components, dtypes, heads.
-
-        Raises:
-            LayoutError: the records come from another layout, group or key.
-            BatchError: more pages than records.
-        """
-        index = self.layout.index(group)
-        item = self.layout.groups[index]
-        if not isinstance(records, Records):
-            raise LayoutError(f"import_records() takes what export_records() gave, got {type(records).__name__}")
-        refuse_strangers(records, self.layout, index, self.state.keys, relaid=relaid)
-        pages = self._checked(index, pages)
-        if len(pages) > records.pages:
-            raise BatchError(f"{len(pages)} pages were loaded, but only {records.pages} pages of records came along")
-        words = records.words[: len(pages) * item.page_size]
-        shape = (len(pages) * item.page_size, 2 + 2 * self.state.groups[index].seals.shape[0])
-        if words.dtype != torch.int64 or words.shape != shape:
-            raise LayoutError(f"records must be int64 {shape}, got {words.dtype} {tuple(words.shape)}")
-        if records.run != self.run:
-            words = adopted(words, self._tag_of(request))
-        self._keep_bytes(index, pages)
-        self._page_fact(FactOp.IMPORT, index, request, pages, records=words)
-        self._log_pages("alloc", index, request, pages)
-
-    def _blocks(self, tier: str, blocks: Sequence[int]) -> tuple[int, ...]:
-        names = [group.name for group in self.layout.groups]
-        if not tier or not isinstance(tier, str) or tier in names:
-            raise BatchError(f"a tier needs a name that no group has ({names}), got {tier!r}")
-        try:
-            numbers = tuple(map(operator.index, blocks))
-        except TypeError:
-            raise BatchError(f"tier {tier!r}: blocks must be whole numbers, got {reprlib.repr(blocks)}") from None
-        if numbers and min(numbers) < 0:
-            raise BatchError(f"tier {tier!r}: blocks count from 0, got {min(numbers)}")
-        return numbers
 
     def _base(
         self, request: str, seed: int, salts: Sequence[int], tokens: Sequence[int], length: int
@@ -403,7 +267,7 @@ class Lifecycle(Reporting):
             pages = self._checked(index, pages)
         if op is not None:
             self._page_fact(op, index, request, pages)
-        self.facts.pages(kind, name, request or "", pages if type(pages) is tuple else _host(pages))
+        self.facts.pages(kind, name, request or "", pages if type(pages) is tuple else host_pages(pages))
 
     def _place(self, group: str | int) -> tuple[int, str, int]:
         """A group's number, name and pages."""
@@ -419,7 +283,7 @@ class Lifecycle(Reporting):
         known = None if isinstance(pages, torch.Tensor) else set(pages)
         for fact in self._pending:
             if fact.op is FactOp.POISON and self.layout.spaces[fact.group] == self.layout.spaces[index]:
-                fact.pages = () if known is None else [page for page in _host(fact.pages) if page not in known]
+                fact.pages = () if known is None else [page for page in host_pages(fact.pages) if page not in known]
 
     def _judged(self, group: str | int, pages: Pages) -> Pages:
         """Pages whose numbers the host does not know."""
@@ -456,10 +320,10 @@ class Lifecycle(Reporting):
         return 0 if entry is None else entry.tag
 
     def _log_pages(self, kind: str, group: int, request: str | None, pages: Pages) -> None:
-        self.facts.pages(kind, self.layout.groups[group].name, request or "", _host(pages))
+        self.facts.pages(kind, self.layout.groups[group].name, request or "", host_pages(pages))
 
 
-def _host(pages: Pages) -> Sequence[int]:
+def host_pages(pages: Pages) -> Sequence[int]:
     """Pages that the host knows; those in a device tensor it does not."""
     return () if isinstance(pages, torch.Tensor) else pages
 
