@@ -24,6 +24,7 @@ from kvcanary.state import (
     VERIFIED,
     Check,
     DeviceState,
+    PoisonMode,
     ViolationWord,
     Word,
     group_base,
@@ -140,7 +141,7 @@ class Comparison:
 
     def _seal(self, name: str, part: str, scrub: int, *, last: bool) -> None:
         settle = self._settle_content if scrub and part else None
-        poison = self._case.poison if part == DEFAULT_PART else "off"
+        poison: PoisonMode = self._case.poison if part == DEFAULT_PART else "off"
         self._do(
             name,
             lambda side: side.kernels.seal(side.state, part, scrub, last=last, nonfinite=True, poison=poison),

@@ -41,8 +41,8 @@ class FactOp(IntEnum):
     FINISH = 5
     """put (tag, ``position``, digest there) into the outbox; free the row if its tag is still ``tag``"""
     COPY = 6
-    """records of ``pages`` go to ``targets``: links as they are, sealed ones keep fingerprint and flags and get the
-    present forward as writer; others become unsealed"""
+    """records of ``pages`` go to ``targets``: links as they are; sealed ones keep their fingerprint and get the present
+    forward as writer, and no flags, since who reads the copy must hear of it too; others become unsealed"""
     EXPORT = 7
     """records of ``pages`` go to ``records`` [pages * page_size, 2 + 2 * parts]: link, then each part's seal"""
     IMPORT = 8

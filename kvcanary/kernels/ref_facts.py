@@ -14,8 +14,8 @@ from kvcanary.errors import BatchError
 from kvcanary.kernels import DeviceFact, FactOp, ref_poison
 from kvcanary.kernels.ref_report import Launch, first_of_each, report
 from kvcanary.kernels.ref_scrub import Readers, enqueue
-from kvcanary.kernels.ref_words import flag_bits, sealed, states_of
-from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, owner_word
+from kvcanary.kernels.ref_words import sealed, states_of
+from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, owner_word
 from kvcanary.state import (
     HISTORY,
     NOTHING,
@@ -28,7 +28,6 @@ from kvcanary.state import (
 )
 from kvcanary.state import ViolationWord as V
 
-_SUSPECT = flag_bits(SealFlag.SUSPECT)
 _TAG_MASK = ((1 << FLAG_SHIFT) - 1) & ~MASK32
 
 
@@ -153,7 +152,7 @@ class Application:
 
     def _present(self, seals: torch.Tensor) -> torch.Tensor:
         """Seals that moved: written in this forward, with nothing of what was queued for their old place."""
-        writers = (seals[..., 1] & ~MASK32 & ~_SUSPECT) | (self.launch.forward & MASK32)
+        writers = (seals[..., 1] & _TAG_MASK) | (self.launch.forward & MASK32)
         moved = torch.stack((seals[..., 0], writers), -1)
         return torch.where(sealed(seals[..., 1]).unsqueeze(-1), moved, 0)
 

@@ -27,7 +27,7 @@ from kvcanary.kernels.triton_constants import (
     WORD_SUSPECTS,
 )
 from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, state_of, words_at, writer_of
-from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind, SealFlag, signed
+from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind
 from kvcanary.state import Role, Word
 
 _COUNT = tl.constexpr(int(FactWord.COUNT))
@@ -61,7 +61,6 @@ _PART_SHIFT = tl.constexpr(PART_SHIFT)
 _HELD_WORD = tl.constexpr(OWNER_HELD << FLAG_SHIFT)
 _FREED_WORD = tl.constexpr(OWNER_FREED << FLAG_SHIFT)
 _TAG_MASK = tl.constexpr(((1 << FLAG_SHIFT) - 1) & ~MASK32)
-_KEPT_MASK = tl.constexpr(signed(~MASK32 & ~(int(SealFlag.SUSPECT) << FLAG_SHIFT)))
 _MASK32 = tl.constexpr(MASK32)
 
 HOST_LIST = 2
@@ -187,7 +186,7 @@ def _enqueue(counters, meta, space, part, slot, mask):
 def _present(fingerprint, writer, forward):
     """A seal that moved: written in this forward, with nothing of what was queued for its old place."""
     sealed = is_sealed(writer)
-    return tl.where(sealed, fingerprint, 0), tl.where(sealed, (writer & _KEPT_MASK) | (forward & _MASK32), 0)
+    return tl.where(sealed, fingerprint, 0), tl.where(sealed, (writer & _TAG_MASK) | (forward & _MASK32), 0)
 
 
 @triton.jit

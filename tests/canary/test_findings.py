@@ -283,6 +283,24 @@ def test_a_copied_page_keeps_its_records_and_a_wrong_copy_is_found(bench: Bench)
     assert bench.violations() == []
 
 
+def test_a_copy_of_bad_bytes_is_found_though_the_original_was_reported(bench: Bench) -> None:
+    engine, canary = bench.engine, bench.canary
+    engine.admit("a", PAGE)
+    engine.step()
+    engine.flip_bit("a", 1)
+    for _ in range(3):
+        engine.step()
+    source, child = engine.pages["a"][0], engine.free_pages.pop(0)
+    assert {(v.kind, v.page) for v in bench.violations()} == {("CONTENT", source)}
+    canary.admit("b", tokens=engine.tokens["a"], start=PAGE)
+    canary.alloc("full", "b", [child])
+    canary.move("full", [source], [child], "b")
+    engine.pool[:, :, child] = engine.pool[:, :, source]
+    for _ in range(3):
+        engine.step()
+    assert {(v.kind, v.page) for v in bench.violations()} == {("CONTENT", source), ("CONTENT", child)}
+
+
 def test_verify_reads_all_sealed_bytes_now(bench: Bench) -> None:
     serve(bench, steps=2)
     assert bench.canary.verify().clean

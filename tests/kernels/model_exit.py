@@ -334,7 +334,7 @@ class Model(EntryModel):
         if seal[1] & MASK32 == 0:
             return [0, 0]
         writer = record.parse_writer(seal[1])
-        return [seal[0], writer_word(self.forward, writer.tag, writer.flags & ~SealFlag.SUSPECT)]
+        return [seal[0], writer_word(self.forward, writer.tag, 0)]
 
     def _fact_copy(self, fact: DeviceFact) -> None:
         space = self.layout.spaces[fact.group]
