@@ -79,7 +79,7 @@ class Case:
             head_entries=300 if self.rng.random() < 0.2 else 1 << 20,
             poison=self.rng.choice(_POISONS),
         )
-        self.poison = limits.poison
+        self.poison: PoisonMode = limits.poison
         self.sides = tuple(
             Side(kernels, DeviceState(_layout(self.shapes, where, seed), self.keys, limits), where)
             for kernels, where in ((reference, "cpu"), (candidate, device))
