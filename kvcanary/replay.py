@@ -76,8 +76,13 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether something was compared, or nothing had to be, and nothing differs."""
-        return self.different == 0 and (self.compared > 0 or not self.skipped)
+        """Whether something was compared, or nothing had to be, nothing differs, and no event is missing."""
+        return self.different == 0 and not self.lost and (self.compared > 0 or not self.skipped)
+
+    @property
+    def lost(self) -> list[Gap]:
+        """Gaps in which something is missing that was meant to be kept: damage, a full disk."""
+        return [gap for gap in self.gaps if gap.reason != NOT_KEPT]
 
     def skip(self, reason: str, count: int) -> None:
         """Count what is not compared."""

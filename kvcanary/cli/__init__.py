@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -66,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{missing!r} is needed and not installed: pip install 'kvcanary[{EXTRAS[missing]}]'")
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader is gone, as `head` is; what is still in the buffer must not fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -76,6 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
         result = _app()(arguments)
     except CycloptsError:  # it has been printed
         return 2
+    sys.stdout.flush()
     return result if isinstance(result, int) else 0
 
 

@@ -149,7 +149,7 @@ def place(text: str, option: str) -> tuple[str, int]:
     """
     group, _, number = text.rpartition(":")
     if not group or not number.isdecimal():
-        raise ConfigError(f"{option} is {text!r}; expected GROUP:NUMBER, such as full_attention.0:57")
+        raise ConfigError(f"{option} is {text!r}; expected GROUP:NUMBER, such as full_attention:57")
     return group, int(number)
 
 

@@ -16,7 +16,6 @@ from kvcanary.cli.journal_words import fits_kind, rank_of, say
 from kvcanary.events import Event, event_name
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import JournalError, open_files
-from kvcanary.journal.recorder import NOT_KEPT
 from kvcanary.observers import load_observer
 from kvcanary.observers.base import ObserverSpec
 from kvcanary.observers.log import DEFAULT_INTERESTS
@@ -170,8 +169,10 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
         print(msgspec.json.encode(line).decode())
         return
     word = "no difference" if verdict.different == 0 else f"{verdict.different:,} differ"
-    if verdict.compared == 0 and verdict.skipped:
+    if verdict.compared == 0 and (verdict.skipped or verdict.lost):
         word = "nothing could be compared"
+    elif verdict.different == 0 and verdict.lost:
+        word = "no difference in what is there, but events are missing"
     print(f"run {verdict.run}: {verdict.events:,} events replayed, {verdict.compared:,} derived compared: {word}")
     for reason, count in verdict.skipped.items():
         print(f"  not compared: {count:,}, {reason}")
@@ -179,8 +180,7 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
         _print_difference(difference)
     if verdict.different > _MOST_SHOWN:
         print(f"  and {verdict.different - _MOST_SHOWN:,} more")
-    lost = [gap for gap in verdict.gaps if gap.reason != NOT_KEPT]
-    _print_gaps(verdict.run, lost, json=False)
+    _print_gaps(verdict.run, verdict.lost, json=False)
 
 
 def _print_difference(difference: Difference) -> None:

@@ -78,6 +78,8 @@ def selftest(
     count = (FULL if where == "cuda" else TINY) if cases is None else cases
     if count < 1 or forwards < 1:
         raise ConfigError(f"--cases is {count} and --forwards is {forwards}; both must be at least 1")
+    if only == "kernels" and faults != "all":
+        raise ConfigError(f"--only kernels compares kernels alone, and --faults names {faults}; give one of the two")
     torch.set_num_threads(1)
     report: dict[str, Any] = {"machine": describe_machine(Setting(where)), "passed": True}
     names = () if faults == "all" else tuple(faults.split(","))

@@ -77,3 +77,13 @@ def test_every_command_is_a_documented_function_of_its_module(name: str) -> None
 def test_listing_the_commands_does_not_load_torch() -> None:
     program = "import sys; from kvcanary.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_a_reader_that_goes_away_early_gets_no_traceback() -> None:
+    program = "import sys; from kvcanary.cli import main; sys.exit(main(['bench', '--list']))"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as told:
+        assert told.stdout is not None
+        assert told.stderr is not None
+        told.stdout.close()
+        assert told.stderr.read() == b""
+    assert told.returncode == 141

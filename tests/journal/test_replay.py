@@ -211,3 +211,14 @@ def test_the_recorded_configuration_makes_the_folds_as_far_as_it_is_known() -> N
     assert config_of(event) == CONFIG
     newer = replace(event, config={**event.config, "newer_setting": 3, "key": "(set)"}, mode="raise")
     assert config_of(newer) == replace(CONFIG, mode="raise")
+
+
+def test_a_check_of_a_damaged_recording_never_passes(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(4000))
+    assert judge(path)[0].lost == []
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE frames SET events = zeroblob(40) WHERE first_seq > 1 AND first_seq < 3000")
+    db.close()
+    verdict, _ = judge(path)
+    assert verdict.lost
+    assert not verdict.holds

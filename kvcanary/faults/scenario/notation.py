@@ -308,7 +308,7 @@ def _writes(text: str) -> tuple[Places, Fault]:
         value, rest = rest[:following], rest[following:]
         if word in {"lost", "nan"} and not value:
             fault[word] = True
-        elif word == "tok" and len(value) == 1:
+        elif word == "tok" and len(value) == 1 and (value[0] == "guess" or value[0].lstrip("-").isdigit()):
             fault["token"] = value[0]
         elif word == "lands":
             fault["lands"] = _some(" ".join(value))
@@ -316,7 +316,9 @@ def _writes(text: str) -> tuple[Places, Fault]:
             fault["only"] = tuple(name_in(name, "a source") for name in value)
         else:
             found = " ".join([word, *value])
-            raise NotationError(f"expected tok T, lost, nan, lands SLOTS or only SOURCES, got {found!r}")
+            raise NotationError(
+                f"expected tok NUMBER, tok guess, lost, nan, lands SLOTS or only SOURCES, got {found!r}"
+            )
     return places, Fault(**fault)
 
 
