@@ -63,6 +63,10 @@ soak: $(READY) ## Serve thousands of requests in every engine mode, watched: not
 programs: $(READY) ## Random programs on the simulated engine, judged by its oracle: make programs ARGS="--programs 20000"
 	@$(offline) $(BIN)/python -m tests.simulated.search $(ARGS)
 
+.PHONY: mutations
+mutations: $(READY) ## Remove each check from a copy, and see that a test fails: make mutations ARGS="--only DIGEST"
+	@$(BIN)/python -m tests.mutations $(ARGS)
+
 .PHONY: bench
 bench: $(READY) ## Measure what the canary costs on this machine: make bench ARGS="--quick"
 	@$(BIN)/kvcanary bench $(ARGS)
