@@ -172,6 +172,17 @@ def test_a_required_position_in_a_reserved_page_is_missing(page: int) -> None:
     assert [(v.name, v.position_expected) for v in rig.run(step)] == [("WINDOW", 4)]
 
 
+def test_a_right_record_in_a_reserved_page_is_missing_all_the_same() -> None:
+    rig = Rig(replace(PLAIN, null=True))
+    request = rig.request(4)
+    step = rig.plan((request, 4, 1))
+    first, links = rig.slot(request, 0), rig.state.groups[0].links
+    null = rig.world.layout.groups[0].null_pages[0]
+    links[null * 4 : null * 4 + 4] = links[first : first + 4]
+    table_of(step.batch, 0).entries[0, 0] = null
+    assert [(v.name, v.position_expected) for v in rig.run(step)] == [("WINDOW", 0)]
+
+
 def test_a_table_shorter_than_the_row_misses_what_lies_beyond() -> None:
     rig = Rig(replace(FREE, flat=True))
     one, two = rig.request(6), rig.request(6)

@@ -82,6 +82,16 @@ def test_only_the_token_whose_record_is_in_the_slot_is_sealed() -> None:
     assert rig.verified(Check.SEALED) - sealed == 1
 
 
+def test_two_rows_in_one_slot_of_a_ring_are_a_conflict_before_its_bytes_are_sealed() -> None:
+    rig = Rig(GroupSpec(page_size=1, pages=9, ring=1, kind="state"), PLAIN)
+    one, two = rig.request(4), rig.request(4)
+    step = rig.plan((one, 4, 1), (two, 4, 1))
+    slot = rig.slot(one, 4)
+    batch = with_group(step.batch, 0, slot_mapping=torch.tensor([slot, slot]))
+    found = [v for v in rig.run(step, groups=batch.groups) if v.name == "WRITE_CONFLICT"]
+    assert [(v.slot, v.role) for v in found] == [(slot, Role.SEAL)]
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )
