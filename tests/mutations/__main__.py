@@ -109,8 +109,10 @@ def _pytest(root: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def run(removals: Sequence[Removal], jobs: int, told: Callable[[Outcome, int, int], None]) -> list[Outcome]:
-    """Judge the tests alone, then all removals, ``jobs`` at a time; ``told`` gets each outcome, its number, and of how
-    many."""
+    """Judge the tests alone, then all removals, ``jobs`` at a time.
+
+    ``told`` gets each outcome when it is there, how many there are by then, and how many there will be.
+    """
     sets = list(dict.fromkeys(removal.tests for removal in removals))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(baseline, tests) for tests in sets] + [pool.submit(judged, one) for one in removals]
@@ -163,8 +165,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """What became of each removal; what needs a person comes last, in full."""
     good = [one for one in outcomes if one.result == "killed"]
     bad = [one for one in outcomes if one.result in {"survived", "error"}]
-    lines = [f"{one.kind:<21} {one.what:<44} {one.result:<8} {one.detail}" for one in good]
-    lines += [f"{one.kind:<21} {one.what:<44} {one.result:<8} {one.module}: {one.detail}" for one in bad]
+    lines = [f"{one.kind:<21} {one.what:<48} {one.result:<8} {one.detail}" for one in good]
+    lines += [f"{one.kind:<21} {one.what:<48} {one.result:<8} {one.module}: {one.detail}" for one in bad]
     return "".join(f"{line}\n" for line in lines)
 
 
