@@ -385,7 +385,7 @@ class IncidentUpdated(Derived, frozen=True, kw_only=True, gc=False, tag="inciden
 class OwnershipViolated(Derived, frozen=True, kw_only=True, gc=False, tag="ownership.violated"):
     """The ledger saw a rule of ownership broken. ``request`` did it, ``other`` suffers.
 
-    ``page`` is the first of those concerned; ``runs`` has all of them, as (first, count), up to a bound.
+    ``page`` is the first of those concerned; ``page_runs`` has all of them, as (first, count), up to a bound.
     """
 
     kind: str
@@ -394,7 +394,7 @@ class OwnershipViolated(Derived, frozen=True, kw_only=True, gc=False, tag="owner
     request: str = ""
     other: str = ""
     detail: str = ""
-    runs: tuple[tuple[int, int], ...] = ()
+    page_runs: tuple[tuple[int, int], ...] = ()
 
 
 class HazardCounted(Derived, frozen=True, kw_only=True, gc=False, tag="hazard.counted"):

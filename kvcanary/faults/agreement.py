@@ -35,7 +35,7 @@ def names_of(finding: Finding) -> set[str]:
 
 def concerns(wrong: Wrong, finding: Finding) -> bool:
     """Whether a finding is about the page of something wrong, or about a request that did it or suffers."""
-    runs = finding.runs if isinstance(finding, OwnershipViolated) else ((finding.page, 1),)
+    runs = finding.page_runs if isinstance(finding, OwnershipViolated) else ((finding.page, 1),)
     same = wrong.group == finding.group and any(first <= wrong.page < first + count for first, count in runs)
     names = names_of(finding)
     return (same and wrong.page >= 0) or wrong.request in names or wrong.author in names

@@ -57,7 +57,7 @@ class Findings:
                 request=request,
                 other=other,
                 detail=f"{_listed(runs)}: {detail}",
-                runs=tuple((pages.first, pages.size) for pages in runs[:MAX_RUNS]),
+                page_runs=tuple((pages.first, pages.size) for pages in runs[:MAX_RUNS]),
             )
             for (kind, group, request, other, detail), runs in found.items()
         ]

@@ -229,6 +229,9 @@ def _flatten(flat: dict[str, Any], name: str, value: Any) -> None:
         items = cast("list[Any]", value)
         if all(type(item) in _SCALARS for item in items):
             flat[name] = [_number(item) for item in items]
+        elif all(isinstance(item, (list, tuple)) for item in items):
+            # Under one name, empty or not: an aggregator takes a name for a value or for an object, not for both.
+            flat[name] = [":".join(str(number) for number in cast("list[Any]", item)) for item in items]
         else:
             for index, item in enumerate(items):
                 _flatten(flat, f"{name}.{_label(item, index)}", item)

@@ -248,8 +248,8 @@ def _requests(finding: Finding) -> tuple[str, ...]:
 
 def _pages(finding: Finding) -> Iterator[int]:
     """The pages that it concerns."""
-    if isinstance(finding, OwnershipViolated) and finding.runs:
-        for first, count in finding.runs:
+    if isinstance(finding, OwnershipViolated) and finding.page_runs:
+        for first, count in finding.page_runs:
             yield from range(first, first + count)
     elif finding.page >= 0:
         yield finding.page

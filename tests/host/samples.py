@@ -79,6 +79,8 @@ def _filled(info: inspect.Type, name: str, integer: Value, text: Value) -> Any: 
             return True
         case inspect.VarTupleType(item_type=item):
             return (fill(item), fill(item))
+        case inspect.TupleType(item_types=items):
+            return tuple(fill(item) for item in items)
         case inspect.DictType(value_type=value):
             return {"one": fill(value), "two": fill(value)}
         case inspect.AnyType():

@@ -31,7 +31,7 @@ def test_calls_arrive_in_order_with_their_arguments() -> None:
     writer.free(0, [4])
     assert unpack(writer.pack()) == [
         ("alloc", {"group": "full", "request": "a", "pages": [4, 5, 9]}),
-        ("admit", {"request": "a", "tokens": [7, 8], "start": 2, "identity": b"\xff"}),
+        ("admit", {"request": "a", "tokens": [7, 8], "start": 2, "identity": b"\xff", "salts": []}),
         ("free", {"group": 0, "pages": [4], "request": None}),
     ]
 

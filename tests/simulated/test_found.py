@@ -32,7 +32,7 @@ def freed_while_published() -> OwnershipViolated:
 def test_a_broken_rule_carries_all_pages_that_it_concerns() -> None:
     violated = freed_while_published()
     assert (violated.kind, violated.page) == ("FREED_WHILE_PUBLISHED", 3)
-    assert violated.runs == ((3, 2), (9, 1))
+    assert violated.page_runs == ((3, 2), (9, 1))
 
 
 def test_quarantine_asks_for_all_pages_of_a_broken_rule_once() -> None:
