@@ -200,7 +200,7 @@ class OwnershipFold:
 
     def _restored(self, life: Life, pages: Pages, entry: Entry) -> Entry | None:
         """The entry that goes on when the page stays with whom it is; None when it does not."""
-        if entry.holds(life.name):
+        if entry.holds(life.name) and all(holder.name == life.name for holder in entry.live()):
             return self._transfers.used(pages, life.name, entry, "taken for loaded")
         if life is NOBODY:
             return entry
@@ -216,7 +216,9 @@ class OwnershipFold:
         live, published = entry.live(), entry.notes.published
         if live:
             what = f"held since forward {entry.since} and never freed, handed out again in forward {fact.forward}"
-            self._findings.violated("DOUBLE_ALLOC", pages, life.name, live[0].name, what)
+            # A fork shares its parent's pages: what it is given as new may be one of them.
+            other = next((holder.name for holder in live if holder.name != life.name), live[0].name)
+            self._findings.violated("DOUBLE_ALLOC", pages, life.name, other, what)
         elif published is not None:
             what = f"handed out in forward {fact.forward}, though {_in_index(published)}"
             self._findings.violated("FREED_WHILE_PUBLISHED", pages, life.name, published.request, what)

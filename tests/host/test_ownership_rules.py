@@ -459,3 +459,14 @@ def test_whoever_held_a_page_before_the_watch_may_publish_it_beside_those_who_ar
     engine.free(1, request="older")
     engine.free(1, request="new")
     assert engine.launch() == []
+
+
+def test_a_shared_page_that_is_handed_to_one_of_its_holders_as_new_is_allotted_twice() -> None:
+    script = Script()
+    script.alloc("a", 3)
+    script.hit("b", 3)
+    script.launch()
+    script.alloc("b", 3)
+    script.launch()
+    (violated,) = script.found
+    assert (violated.kind, violated.request, violated.other) == ("DOUBLE_ALLOC", "b", "a")

@@ -249,7 +249,7 @@ _FEED = (
 )
 
 _OWNERSHIP = (
-    ("DOUBLE_ALLOC", "any", 'self._findings.violated("DOUBLE_ALLOC", pages, life.name, live[0].name, what)'),
+    ("DOUBLE_ALLOC", "any", 'self._findings.violated("DOUBLE_ALLOC", pages, life.name, other, what)'),
     (
         "FREED_WHILE_PUBLISHED",
         "pages handed out",
