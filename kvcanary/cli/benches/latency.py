@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcanary.cli.benches.engine_loop import EngineLoop
-from kvcanary.cli.benches.observing import PLACES, Ear, beside_python, percentile, spread_ms
+from kvcanary.cli.benches.observing import Ear, beside_python, place_of
 from kvcanary.cli.benches.rows import BenchError, Measured
 from kvcanary.cli.benches.running import Setting
 
@@ -26,18 +25,7 @@ METHOD = (
 
 def measure(setting: Setting, name: str) -> Measured:
     """One of the rows; the places of one distribution share their samples."""
-    place, _, beside = name.partition(".")[2].partition("_busy")
-    busy = bool(beside)
-    samples = setting.keep(f"latency{beside}", lambda: asyncio.run(_sample(setting, busy=busy)))
-    return Measured(
-        name=name,
-        value=percentile(samples, PLACES[place]),
-        method=(
-            f"{METHOD}; {'beside a thread that runs pure Python' if busy else 'the interpreter otherwise idle'}; "
-            f"{len(samples)} samples"
-        ),
-        details=spread_ms(samples),
-    )
+    return place_of(setting, name, "latency", METHOD, _sample)
 
 
 async def _sample(setting: Setting, *, busy: bool) -> list[float]:

@@ -31,14 +31,29 @@ METHOD = (
 
 def measure(setting: Setting, name: str) -> Measured:
     """One of the rows; the three places of one distribution share their samples."""
+    return place_of(setting, name, "observing", METHOD, _sample)
+
+
+def place_of(
+    setting: Setting, name: str, kept: str, method: str, sample: Callable[..., Coroutine[object, object, list[float]]]
+) -> Measured:
+    """The row ``name`` of a distribution whose milliseconds ``sample(setting, busy=...)`` takes once a run.
+
+    Args:
+        setting: of the run; keeps the samples.
+        name: ends with the place, and with ``_busy_python`` where another thread runs beside.
+        kept: what the samples are called there.
+        method: how they are taken, in words.
+        sample: takes them.
+    """
     place, _, beside = name.partition(".")[2].partition("_busy")
     busy = bool(beside)
-    samples = setting.keep(f"observing{beside}", lambda: asyncio.run(_sample(setting, busy=busy)))
+    samples = setting.keep(f"{kept}{beside}", lambda: asyncio.run(sample(setting, busy=busy)))
     return Measured(
         name=name,
         value=percentile(samples, PLACES[place]),
         method=(
-            f"{METHOD}; {'beside a thread that runs pure Python' if busy else 'the interpreter otherwise idle'}; "
+            f"{method}; {'beside a thread that runs pure Python' if busy else 'the interpreter otherwise idle'}; "
             f"{len(samples)} samples"
         ),
         details=spread_ms(samples),

@@ -7,15 +7,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from kvcanary.engines.names import Names, find_missing
 from kvcanary.errors import ConfigError
 
 OLDEST, NEWER = (0, 5, 23), (0, 6)
 """Releases from the first up to, not including, the second."""
 
-_Names = dict[str, tuple[str, ...] | None]
-"""Dotted names; for methods the parameters that are used, None for attributes."""
 
-_SCHEDULER: _Names = {
+_SCHEDULER: Names = {
     "run_batch": ("batch",),
     "process_batch_result": ("batch", "result"),
     "ingest_requests": (),
@@ -43,14 +42,14 @@ _SCHEDULER: _Names = {
     "tp_worker.model_runner.model_config.is_encoder_decoder": None,
     "record_weight_version_change": ("new_version",),
 }
-_TOKENS: _Names = {
+_TOKENS: Names = {
     "free_pages": None,
     "free_group": None,
     "alloc": ("need_size",),
     "free": ("free_index",),
     "merge_and_sort_free": (),
 }
-_PAGES: _Names = {
+_PAGES: Names = {
     "free_pages": None,
     "num_pages": None,
     "alloc": ("need_size",),
@@ -96,7 +95,7 @@ def check_scheduler(scheduler: Any, version: str) -> None:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    missing = _missing(scheduler, _SCHEDULER, "Scheduler")
+    missing = find_missing(scheduler, _SCHEDULER, "Scheduler")
     fields: set[str] = set(getattr(ForwardBatch, "__dataclass_fields__", ()))
     missing += [f"ForwardBatch.{name}" for name in _FORWARD_FIELDS if name not in fields]
     batch_fields: set[str] = set(getattr(ScheduleBatch, "__dataclass_fields__", ()))
@@ -109,26 +108,7 @@ def check_scheduler(scheduler: Any, version: str) -> None:
 
 def check_allocator(allocator: Any, version: str) -> None:
     """Raises ConfigError when an allocator lacks something that the adapter uses."""
-    _refuse(_missing(allocator, _TOKENS if allocator.page_size == 1 else _PAGES, type(allocator).__name__), version)
-
-
-def _missing(root: Any, names: _Names, where: str) -> list[str]:
-    missing: list[str] = []
-    for path, parameters in names.items():
-        found = root
-        try:
-            for name in path.split("."):
-                found = getattr(found, name)
-        except AttributeError:
-            missing.append(f"{where}.{path}")
-            continue
-        if parameters is None:
-            continue
-        have = inspect.signature(found).parameters if callable(found) else {}
-        lacking = [name for name in parameters if name not in have]
-        if not callable(found) or lacking:
-            missing.append(f"{where}.{path}({', '.join(lacking)})")
-    return missing
+    _refuse(find_missing(allocator, _TOKENS if allocator.page_size == 1 else _PAGES, type(allocator).__name__), version)
 
 
 def _refuse(missing: list[str], version: str) -> None:

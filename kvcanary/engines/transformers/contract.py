@@ -6,16 +6,15 @@ import inspect
 import warnings
 from typing import Any
 
+from kvcanary.engines.names import Names, find_missing
 from kvcanary.errors import ConfigError
 
 OLDEST = (5, 17)
 NEWEST = (5, 24)
 """Releases that the adapter was tested with."""
 
-_Names = dict[str, tuple[str, ...] | None]
-"""Dotted names; for methods the parameters that are used, None for attributes."""
 
-_MANAGER: _Names = {
+_MANAGER: Names = {
     "_create_batch_processor": (),
     "stop": (),
     "is_running": (),
@@ -23,7 +22,7 @@ _MANAGER: _Names = {
     "model": None,
     "distributed_helper": None,
 }
-_PROCESSOR: _Names = {
+_PROCESSOR: Names = {
     "cache.update": ("key_states", "value_states", "layer_idx"),
     "cache.search_prefix_match": ("request_id", "prompt_ids"),
     "cache.max_batch_tokens": None,
@@ -43,7 +42,7 @@ _PROCESSOR: _Names = {
     "model_runner.warmup": ("model",),
     "model_runner.pad_inputs": None,
 }
-_SECTORS: _Names = {
+_SECTORS: Names = {
     "cache.cache_tensor": None,
     "cache.can_store_request_tokens": ("state",),
     "cache.mark_complete_blocks": ("state", "complete_blocks"),
@@ -51,7 +50,7 @@ _SECTORS: _Names = {
     "cache.pool.get_free_blocks": ("index", "num_blocks"),
     "cache.pool.free_blocks": ("index", "block_ids"),
 }
-_ALLOCATOR: _Names = {
+_ALLOCATOR: Names = {
     "fork_blocks": ("source_request_id", "dest_request_id", "past_length"),
     "copy_blocks": ("source_block_ids", "dest_block_ids"),
     "ledger.register_new_hash": ("block_id", "block_hash"),
@@ -70,7 +69,7 @@ _ALLOCATOR: _Names = {
     "cache_dtype": None,
     "write_trash_index": None,
 }
-_BLOCKS: _Names = {
+_BLOCKS: Names = {
     "cache.block_size": None,
     "cache.num_blocks": None,
     "cache.key_cache": None,
@@ -89,11 +88,11 @@ _BLOCKS: _Names = {
     "cache._block_manager._init_block_ids": None,
     "cache._block_manager._id_to_block": None,
 }
-_GROUP_MANAGER: _Names = {
+_GROUP_MANAGER: Names = {
     "fork_blocks": ("parent_request_id", "children_request_ids", "block_manager"),
     "block_table": None,
 }
-_QUARANTINE: _Names = {
+_QUARANTINE: Names = {
     "update_batch": (),
     "prepare_next_batch": (),
     "cache.free_blocks": ("request_id",),
@@ -104,13 +103,13 @@ _QUARANTINE: _Names = {
     "offloading_manager.free_request_cpu_cache": ("state",),
     "output_router.fail_and_deliver": ("state", "error"),
 }
-_QUARANTINE_ALLOCATOR: _Names = {
+_QUARANTINE_ALLOCATOR: Names = {
     "mark_complete_blocks": ("request_id",),
     "pool.free_blocks": ("index", "block_ids"),
     "ledger.cached_blocks": None,
     "ledger.hash_to_block": None,
 }
-_QUARANTINE_BUFFERS: _Names = {"requests_in_batch": None, "req_id_to_new_token_position": None}
+_QUARANTINE_BUFFERS: Names = {"requests_in_batch": None, "req_id_to_new_token_position": None}
 _QUARANTINE_STATE = ("create_equivalent_initial_request", "get_request_config", "streaming", "_true_initial_tokens")
 _STATE = ("request_id", "initial_tokens", "generated_tokens", "position_offset", "is_cpu_offloaded")
 
@@ -147,21 +146,21 @@ def check_mode(version: str, mode: str) -> None:
 
 def check_manager(manager: Any, version: str) -> None:
     """Raises ConfigError when a manager lacks something that the adapter uses."""
-    _refuse(_missing(manager, _MANAGER, "manager"), version)
+    _refuse(find_missing(manager, _MANAGER, "manager"), version)
 
 
 def check_processor(processor: Any, version: str) -> None:
     """Raises ConfigError when a batch processor, its cache or a request lack something that the adapter uses."""
-    missing = _missing(processor, _PROCESSOR, "batch_processor")
+    missing = find_missing(processor, _PROCESSOR, "batch_processor")
     cache: Any = getattr(processor, "cache", None)
     if hasattr(cache, "cache_allocators"):
-        missing += _missing(processor, _SECTORS, "batch_processor")
+        missing += find_missing(processor, _SECTORS, "batch_processor")
         for name, allocator in cache.cache_allocators.items():
-            missing += _missing(allocator, _ALLOCATOR, f"cache_allocators[{name!r}]")
+            missing += find_missing(allocator, _ALLOCATOR, f"cache_allocators[{name!r}]")
     elif hasattr(cache, "_block_manager"):
-        missing += _missing(processor, _BLOCKS, "batch_processor")
+        missing += find_missing(processor, _BLOCKS, "batch_processor")
         for index, manager in enumerate(getattr(cache, "group_cache_managers", ())):
-            missing += _missing(manager, _GROUP_MANAGER, f"group_cache_managers[{index}]")
+            missing += find_missing(manager, _GROUP_MANAGER, f"group_cache_managers[{index}]")
     else:
         missing.append("batch_processor.cache.cache_allocators (or _block_manager)")
     missing += _missing_in_states()
@@ -170,12 +169,12 @@ def check_processor(processor: Any, version: str) -> None:
 
 def check_quarantine(processor: Any, version: str) -> None:
     """Raises ConfigError when a batch processor lacks something by which requests and pages are taken out."""
-    missing = _missing(processor, _QUARANTINE, "batch_processor")
+    missing = find_missing(processor, _QUARANTINE, "batch_processor")
     for name, allocator in processor.cache.cache_allocators.items():
-        missing += _missing(allocator, _QUARANTINE_ALLOCATOR, f"cache_allocators[{name!r}]")
+        missing += find_missing(allocator, _QUARANTINE_ALLOCATOR, f"cache_allocators[{name!r}]")
     buffers = processor.inputs_and_outputs
     for item in [pair.host_io for pair in buffers.io_pairs] if hasattr(buffers, "io_pairs") else [buffers]:
-        missing += _missing(item, _QUARANTINE_BUFFERS, "inputs_and_outputs")
+        missing += find_missing(item, _QUARANTINE_BUFFERS, "inputs_and_outputs")
     _refuse(missing + _missing_in_state(_QUARANTINE_STATE), version)
 
 
@@ -192,25 +191,6 @@ def _missing_in_states() -> list[str]:
     missing = _missing_in_state(_STATE)
     future = set(inspect.signature(requests.FutureRequestState.__init__).parameters)
     return missing + [f"FutureRequestState.{name}" for name in ("state", "query_length") if name not in future]
-
-
-def _missing(root: Any, names: _Names, where: str) -> list[str]:
-    missing: list[str] = []
-    for path, parameters in names.items():
-        found = root
-        try:
-            for name in path.split("."):
-                found = getattr(found, name)
-        except AttributeError:
-            missing.append(f"{where}.{path}")
-            continue
-        if parameters is None:
-            continue
-        have = inspect.signature(found).parameters if callable(found) else {}
-        lacking = [name for name in parameters if name not in have]
-        if not callable(found) or lacking:
-            missing.append(f"{where}.{path}({', '.join(lacking)})")
-    return missing
 
 
 def _refuse(missing: list[str], version: str) -> None:

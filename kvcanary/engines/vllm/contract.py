@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from typing import Any
 
+from kvcanary.engines.names import Names, find_missing
 from kvcanary.errors import ConfigError
 
 SUPPORTED = ">=0.33,<0.34"
 """Releases that the adapter was tested with, and whose meaning it relies on."""
 
-Names = dict[str, tuple[str, ...] | None]
-"""Dotted names; for methods the parameters that are used, None for attributes."""
 
 SCHEDULER: Names = {
     "schedule": (),
@@ -111,40 +109,20 @@ def check_version(version: str) -> None:
 
 def check(root: Any, names: Names, where: str, version: str) -> None:
     """Raises ConfigError when ``root`` lacks something that the adapter uses."""
-    refuse(missing(root, names, where), version)
+    refuse(find_missing(root, names, where), version)
 
 
 def check_scheduler(scheduler: Any, version: str) -> None:
     """Raises ConfigError when a scheduler, its pool, managers or requests lack something that the adapter uses."""
-    lacking = missing(scheduler, SCHEDULER, "scheduler")
+    lacking = find_missing(scheduler, SCHEDULER, "scheduler")
     if not lacking:
         manager = scheduler.kv_cache_manager
         for one in manager.coordinator.single_type_managers:
-            lacking += missing(one, MANAGER, type(one).__name__)
+            lacking += find_missing(one, MANAGER, type(one).__name__)
         block = manager.block_pool.blocks[0]
         lacking += [f"{type(block).__name__}.{name}" for name in _BLOCK if not hasattr(block, name)]
         lacking += _missing_in_requests()
     refuse(lacking, version)
-
-
-def missing(root: Any, names: Names, where: str) -> list[str]:
-    """Names that ``root`` lacks, and methods that lack a parameter."""
-    lacking: list[str] = []
-    for path, parameters in names.items():
-        found = root
-        try:
-            for name in path.split("."):
-                found = getattr(found, name)
-        except AttributeError:
-            lacking.append(f"{where}.{path}")
-            continue
-        if parameters is None:
-            continue
-        have = inspect.signature(found).parameters if callable(found) else {}
-        gone = [name for name in parameters if name not in have]
-        if not callable(found) or gone:
-            lacking.append(f"{where}.{path}({', '.join(gone)})")
-    return lacking
 
 
 def refuse(lacking: list[str], version: str) -> None:
