@@ -18,6 +18,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from kvcanary.endings import seconds_left
 from kvcanary.events import Event, EventsDropped, ObserverFailed, event_name
 from kvcanary.observers.base import ObserverSpec
 from kvcanary.queues import EventQueue, Gap, SocketSignal, ThreadSignal
@@ -194,7 +195,7 @@ class Outlet:
 
     def wait(self, until: float) -> bool:
         """Whether the runner ended before the monotonic time ``until``."""
-        return self._ended.wait(max(0.0, until - time.monotonic()))
+        return self._ended.wait(seconds_left(until))
 
     def wait_idle(self, until: float) -> bool:
         """Whether everything queued was handled before the monotonic time ``until``."""

@@ -15,6 +15,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+def seconds_left(until: float) -> float:
+    """Seconds until the monotonic time ``until``: at least 0, and at most what a lock can be asked to wait for.
+
+    The standard library's locks refuse longer ones with an OverflowError, infinity among them.
+    """
+    return min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+
+
 class Deadline:
     """One span of time that several duties share.
 
@@ -36,7 +44,7 @@ class Deadline:
     @property
     def left(self) -> float:
         """Seconds that are left, at least 0."""
-        return max(0.0, self.at(1.0) - time.monotonic())
+        return seconds_left(self.at(1.0))
 
     @property
     def spent(self) -> float:

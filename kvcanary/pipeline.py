@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from kvcanary.bus import Bus
 from kvcanary.delivery import SinkReport
-from kvcanary.endings import Deadline, Vigil
+from kvcanary.endings import Deadline, Vigil, seconds_left
 from kvcanary.errors import CanaryStalledError, ConfigError
 from kvcanary.events import Event, EventsDropped, RunStarted, Ticked
 
@@ -185,7 +185,7 @@ class Drain:
         passed = threading.Event()
         self._flushes.append(passed)
         self.wake()
-        return passed.wait(timeout)
+        return passed.wait(seconds_left(time.monotonic() + timeout))
 
     def stop(self, deadline: float = 5.0) -> DrainReport:
         """Read the rest, flush the sinks, say ``RunStopped``, end: all within ``deadline`` seconds. Idempotent.
@@ -207,7 +207,7 @@ class Drain:
             return DrainReport(reason="asked on the drain's own thread, which ends after this event", clean=False)
         else:
             self.wake()
-            stopping.done.wait(stopping.deadline.left + 0.1)
+            stopping.done.wait(seconds_left(stopping.deadline.at(1.0) + 0.1))
         return stopping.report or self._report_stuck(stopping)
 
     async def astop(self, deadline: float = 5.0) -> DrainReport:

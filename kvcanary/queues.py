@@ -16,6 +16,7 @@ from typing import Protocol
 
 import anyio
 
+from kvcanary.endings import seconds_left
 from kvcanary.events import Event, EventsDropped
 from kvcanary.observers.base import OnFull
 
@@ -225,7 +226,7 @@ class EventQueue:
     def wait_idle(self, until: float) -> bool:
         """Whether all was taken and done with, or the consumer ended, before the monotonic time ``until``."""
         with self._lock:
-            return self._idle.wait_for(lambda: self._released or not self.pending, max(0.0, until - time.monotonic()))
+            return self._idle.wait_for(lambda: self._released or not self.pending, seconds_left(until))
 
     def _rouse(self) -> None:
         if self._asleep:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from kvcanary.endings import seconds_left
 from kvcanary.events import (
     Event,
     IncidentOpened,
@@ -93,7 +94,7 @@ class EventRecorder:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(seconds_left(deadline))
         raise AssertionError(f"no fitting {event_name(kind)} within {timeout} s; {_summary(self.events)}")
 
     def clear(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcanary.delivery import SinkReport, failure
+from kvcanary.endings import seconds_left
 from kvcanary.errors import ConfigError
 from kvcanary.events import Event, RunStarted
 from kvcanary.journal.format import Frame, Gap
@@ -205,9 +205,7 @@ class Journal:
         """
         ticket = self.ticket()
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: self.written(ticket) or self.ended, max(0.0, until - time.monotonic())
-            )
+            done = self._changed.wait_for(lambda: self.written(ticket) or self.ended, seconds_left(until))
             whole, self._excused = ticket.dropped == self._excused, ticket.dropped
         return done and whole and self.written(ticket)
 
@@ -227,7 +225,7 @@ class Journal:
 
     def wait(self, until: float) -> bool:
         """Whether its thread ended before the monotonic time ``until``."""
-        return self._ended.wait(max(0.0, until - time.monotonic()))
+        return self._ended.wait(seconds_left(until))
 
     def abandon(self) -> None:
         """Give up on a disk that does not answer."""

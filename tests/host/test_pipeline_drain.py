@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -121,6 +122,14 @@ def test_a_flush_covers_all_that_was_there_at_the_call(rig: Rig) -> None:
         assert rig.drain.flush(SOON)
         assert rig.bus.flush(time.monotonic() + SOON)
         assert len(rig.sink.of(HazardCounted)) == count
+
+
+def test_who_has_no_deadline_may_wait_for_ever(rig: Rig) -> None:
+    """The standard library's locks refuse to wait for infinity, or for longer than they can count."""
+    rig.source.ready.append(HazardCounted(hazard="x", count=1))
+    assert rig.drain.flush(math.inf)
+    assert rig.bus.flush(math.inf)
+    assert rig.drain.stop(math.inf).clean
 
 
 def test_a_flush_ends_with_its_timeout_when_the_source_blocks() -> None:

@@ -45,7 +45,7 @@ def test_a_full_disk_is_a_counted_and_told_gap_and_stops_nobody(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_grow_any_more_does_not_block_the_end(tmp_path: Path) -> None:
-    made = Recording(tmp_path, bounds=Small._replace(pages=60, file=1 << 30))
+    made = Recording(tmp_path, bounds=Small._replace(pages=60, file=1 << 30, queue=16 << 20))
     made.begin()
     made.publish(make_events(40_000))
     assert not made.flush(0.2)
