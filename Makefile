@@ -48,12 +48,13 @@ prometheus: ## Fetch a Prometheus server for the tests that scrape with one (Deb
 		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb; \
 	}
 
+# Side by side, each in its own environment; each line says whose it is.
 .PHONY: test-engines
-test-engines: $(ENGINES:%=.venv-%/.ready) ## Run the tests of the vLLM and SGLang adapters, on the released engines (gigabytes of downloads)
-	@for engine in $(ENGINES); do \
-		echo "Testing the adapter of $$engine"; \
-		$(offline) .venv-$$engine/bin/python -m pytest -m "" tests/engines/$$engine $(ARGS); \
-	done
+test-engines: $(READY) ## Run the tests of the vLLM and SGLang adapters, on the released engines (gigabytes of downloads)
+	@$(MAKE) --no-print-directory --keep-going --jobs $(words $(ENGINES)) $(ENGINES:%=test-engine-%)
+
+$(ENGINES:%=test-engine-%): test-engine-%: .venv-%/.ready
+	@$(offline) .venv-$*/bin/python -m pytest -m "" tests/engines/$* $(ARGS) 2>&1 | sed --unbuffered 's/^/$*: /'
 
 .PHONY: soak
 soak: $(READY) ## Serve thousands of requests in every engine mode, watched: nothing may be found
@@ -103,7 +104,7 @@ $(OLD_ENGINE): $(READY) tests/engines/make_env.py
 	@$(BIN)/python tests/engines/make_env.py 5.17.0 .venv-tf517 >/dev/null
 	@touch $@
 
-.venv-%/.ready: tests/engines/requirements-%.txt $(READY)
+.venv-%/.ready: tests/engines/requirements-%.txt pyproject.toml | $(READY)
 	@echo "Installing $* into .venv-$*; this takes some minutes and gigabytes"
 	@pip=".venv-$*/bin/python -m pip install -qq --disable-pip-version-check"; \
 	$(BIN)/python -m venv --clear .venv-$* && \
