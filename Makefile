@@ -56,6 +56,10 @@ test-engines: $(READY) ## Run the tests of the vLLM and SGLang adapters, on the 
 $(ENGINES:%=test-engine-%): test-engine-%: .venv-%/.ready
 	@$(offline) .venv-$*/bin/python -m pytest -m "" tests/engines/$* $(ARGS) 2>&1 | sed --unbuffered 's/^/$*: /'
 
+.PHONY: gpu
+gpu: $(READY) ## Run on a CUDA device what only one can show: tests, self-test, sanitizers, demo, then the bench
+	@.ci/gpu checks && .ci/gpu bench
+
 .PHONY: soak
 soak: $(READY) ## Serve thousands of requests in every engine mode, watched: nothing may be found
 	@$(offline) $(BIN)/python -m tests.engines.soak $(ARGS)

@@ -87,3 +87,10 @@ def test_a_reader_that_goes_away_early_gets_no_traceback() -> None:
         told.stdout.close()
         assert told.stderr.read() == b""
     assert told.returncode == 141
+
+
+def test_the_package_itself_can_be_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcanary", "--version"], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, kvcanary.__version__)
