@@ -66,15 +66,16 @@ def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
     config = canary.config
     reasons = dict(given)
     if config.fingerprint == "off":
-        reasons["CONTENT"] = "fingerprint is off"
+        reasons.setdefault("CONTENT", "fingerprint is off")
+        reasons.setdefault("NONFINITE", "fingerprint is off: the bytes of new tokens are not read")
     elif config.scrub_mib_per_step <= 0:
-        reasons["CONTENT"] = "scrub_mib_per_step is 0: bytes are sealed and read again only on demand"
+        reasons.setdefault("CONTENT", "scrub_mib_per_step is 0: bytes are sealed and read again only on demand")
     if config.poison == "off":
         reasons.setdefault("WRITE_MISSING", "poison is off")
     elif "WRITE_MISSING" not in reasons:
         reasons |= _without_poison(canary.layout)
     if not config.check_nonfinite:
-        reasons["NONFINITE"] = "check_nonfinite is off"
+        reasons.setdefault("NONFINITE", "check_nonfinite is off")
     return reasons
 
 
