@@ -57,7 +57,7 @@ def _roles(canary: Canary) -> tuple[str, ...]:
     roles = ["facts", "mark", "check", "seal"]
     if config.fingerprint == "full" and config.scrub_mib_per_step > 0:
         roles.append("scrub")
-    if config.swa_divergence_every:
+    if config.swa_divergence_every and canary.layout.window_pair is not None:
         roles.append("window")
     return tuple(roles)
 

@@ -24,3 +24,7 @@ def test_an_engine_s_reason_for_a_missing_check_stays(make_bench: Callable[..., 
     HandEngine(bench.canary, unarmed={"CONTENT": "bytes are elsewhere", "NONFINITE": "whole numbers"})
     given = {kind: started(bench).unarmed[kind] for kind in ("CONTENT", "NONFINITE")}
     assert given == {"CONTENT": "bytes are elsewhere", "NONFINITE": "whole numbers"}
+
+
+def test_a_window_without_its_full_group_is_no_role(make_bench: Callable[..., Bench]) -> None:
+    assert "window" not in started(make_bench(swa_divergence_every=1)).roles
