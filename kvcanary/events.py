@@ -99,6 +99,12 @@ class CanaryArmed(Event, frozen=True, kw_only=True, gc=False, tag="canary.armed"
     """Checks hold from this forward on."""
 
 
+class CanaryDisarmed(Event, frozen=True, kw_only=True, gc=False, tag="canary.disarmed"):
+    """Nothing is checked from this forward on, until ``CanaryArmed``."""
+
+    reason: str = ""
+
+
 class Ticked(Event, frozen=True, kw_only=True, gc=False, tag="run.ticked"):
     """Each second while the drain runs."""
 

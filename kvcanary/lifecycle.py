@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from kvcanary.batch import INDEX_DTYPES
 from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError
-from kvcanary.events import FactsLost
+from kvcanary.events import CanaryDisarmed, FactsLost
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.record import hex64, identity_seed
 from kvcanary.reporting import Reporting
@@ -217,13 +218,20 @@ class Lifecycle(Reporting):
         Pages may have changed hands untold since, so whatever a check found would prove nothing.
         """
         self.facts.append(FactsLost(count=_length("", "count of lost facts", count)))
-        self.disarm()
+        self.disarm(f"{count} lifecycle calls were lost on their way from the engine")
 
-    def disarm(self) -> None:
-        """Stop checking (warm-up, a pause in which the engine writes as it likes) until :meth:`arm`."""
+    def disarm(self, reason: str = "the engine asked for it") -> None:
+        """Stop checking (warm-up, a pause in which the engine writes as it likes) until :meth:`arm`.
+
+        ``reason`` is what :class:`~kvcanary.events.CanaryDisarmed` and the next health checks say.
+        """
         with self._on_stream():
             self.state.counters[Word.ARMED] = 0
+        if not self._armed:
+            return
         self._armed = False
+        now, wall = time.monotonic_ns(), time.time_ns()
+        self.emit(CanaryDisarmed(forward=self.next_forward, time_ns=wall, monotonic_ns=now, reason=reason))
 
     def _base(
         self, request: str, seed: int, salts: Sequence[int], tokens: Sequence[int], length: int

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from kvcanary.endings import seconds_left
 from kvcanary.events import (
+    CanaryArmed,
+    CanaryDisarmed,
     Event,
     IncidentOpened,
     KernelStalled,
@@ -148,11 +150,12 @@ def assert_no_violations(events: Iterable[Event], *, checks: Iterable[str] = ())
             ``content``); none given: any of them will do.
 
     Raises:
-        AssertionError: a violation, a stalled kernel, or nothing verified.
+        AssertionError: a violation, a stalled kernel, nothing verified, or a canary that was disarmed and left so.
     """
     seen = list(events)
     _refuse(seen, (*_FINDINGS, IncidentOpened), "violations")
     _refuse(seen, (KernelStalled,), "stalled kernels, so checks are missing")
+    _refuse(_unarmed(seen), (CanaryDisarmed,), "checks that were stopped and not taken up again")
     snapshots = [event for event in seen if isinstance(event, SnapshotTaken)]
     counted = {kind: count for snapshot in snapshots for kind, count in snapshot.violations.items()}
     if any(counted.values()):
@@ -267,6 +270,14 @@ def _refuse(seen: list[Event], kinds: tuple[type[Event], ...], what: str) -> Non
         raise AssertionError(f"{len(found)} {what}: {_listed([_words(event) for event in found])}; {_summary(seen)}")
 
 
+def _unarmed(seen: list[Event]) -> list[Event]:
+    """From the last disarming on, if no arming follows."""
+    for at in reversed(range(len(seen))):
+        if isinstance(seen[at], (CanaryArmed, CanaryDisarmed)):
+            return seen[at:] if isinstance(seen[at], CanaryDisarmed) else []
+    return []
+
+
 def _verified(snapshots: list[SnapshotTaken]) -> dict[str, int]:
     """The most that any snapshot counted, per check."""
     most: dict[str, int] = {}
@@ -282,6 +293,8 @@ def _words(event: Event) -> str:
             return event.headline
         case KernelStalled():
             return f"{event.role} ({event.detail})" if event.detail else event.role
+        case CanaryDisarmed():
+            return f"since forward {event.forward}: {event.reason}"
         case ViolationDetected():
             where = f"group={event.group!r} slot={event.slot} forward={event.forward}"
             return f"{event.kind} request={event.request!r} {where}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from kvcanary.events import (
+    CanaryDisarmed,
     Event,
     FaultInjected,
     HealthChecked,
@@ -47,9 +48,11 @@ TRIGGERS: tuple[type[Event], ...] = (
     IncidentOpened,
     IncidentUpdated,
     KernelStalled,
+    CanaryDisarmed,
     QuarantineFailed,
 )
-"""What the flight recorder writes its ring for. All findings, not incidents alone: so what is left out holds none."""
+"""What the flight recorder writes its ring for. All findings, not incidents alone, and each end of the checks: so what
+is left out holds none."""
 _INDEXED: tuple[type[Event], ...] = (*TRIGGERS, FaultInjected, ObserverFailed, QuarantineRequested, RequestQuarantined)
 
 
@@ -333,7 +336,7 @@ def _note_violation(event: ViolationDetected, frame: Frame) -> None:
 
 
 _VIOLATION = event_name(ViolationDetected)
-_WORDS = ("headline", "detail", "error", "description")
+_WORDS = ("headline", "detail", "error", "description", "reason")
 
 
 def _note_finding(event: Event, frame: Frame) -> None:

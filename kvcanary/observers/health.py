@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from kvcanary.errors import CanaryStalledError
 from kvcanary.events import (
+    CanaryArmed,
+    CanaryDisarmed,
     Event,
     ForwardLaunched,
     HealthChecked,
@@ -57,12 +59,20 @@ class HealthFold:
 
     A role has stalled when it was due in a period and did not run once, or missed a quarter of a period's launches in
     a row: so a stall is named within one period, wherever in it the stall begins. It is named once, and again after a
-    recovery. Roles that are off, or not due, are quiet. In ``raise`` mode a stall is posted to ``mailbox`` as a
+    recovery. Roles that are off, or not due, are quiet. A canary that was disarmed is unhealthy from there until it is
+    armed again, both said at once, since no forward may follow. In ``raise`` mode a stall is posted to ``mailbox`` as a
     :class:`~kvcanary.errors.CanaryStalledError`.
     """
 
     name = "health"
-    interests: tuple[type[Event], ...] = (RunStarted, ForwardLaunched, SnapshotTaken, Ticked)
+    interests: tuple[type[Event], ...] = (
+        RunStarted,
+        CanaryArmed,
+        CanaryDisarmed,
+        ForwardLaunched,
+        SnapshotTaken,
+        Ticked,
+    )
     emits: tuple[type[Event], ...] = (HealthChecked, KernelStalled)
     guard = True
 
@@ -104,6 +114,8 @@ class HealthFold:
                 self._launched = max(self._launched, event.forward + event.forwards - 1)
             case Ticked():
                 return list(self._tick(event))
+            case CanaryArmed() | CanaryDisarmed():
+                return list(self._arm(event))
             case _:
                 pass
         return []
@@ -188,6 +200,14 @@ class HealthFold:
         if share > self._limits.unverified_share:
             limit = self._limits.unverified_share
             yield f"{share:.0%} of old positions could not be verified; the limit is {limit:.0%}"
+
+    def _arm(self, event: CanaryArmed | CanaryDisarmed) -> Iterator[Event]:
+        before = self._stalled.pop("armed", None)
+        if isinstance(event, CanaryDisarmed):
+            self._stalled["armed"] = f"nothing is checked since forward {event.forward}: {event.reason}"
+        elif before is None:
+            return
+        yield self._checked(event, tuple(self._stalled.values()), {}, 0.0, 0.0)
 
     # --- silence ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import structlog
 from kvcanary.errors import ConfigError
 from kvcanary.events import (
     CanaryArmed,
+    CanaryDisarmed,
     Event,
     EventsDropped,
     FactsLost,
@@ -45,6 +46,7 @@ LOGGER_NAME = "kvcanary"
 DEFAULT_INTERESTS: tuple[type[Event], ...] = (
     RunStarted,
     CanaryArmed,
+    CanaryDisarmed,
     RunStopped,
     IncidentOpened,
     IncidentUpdated,

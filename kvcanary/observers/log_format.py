@@ -11,6 +11,7 @@ import msgspec
 
 from kvcanary.errors import ConfigError
 from kvcanary.events import (
+    CanaryDisarmed,
     Event,
     EventsDropped,
     FactsLost,
@@ -45,6 +46,7 @@ _LEVELS: dict[type[Event], str] = {
     KernelStalled: "error",
     ObserverFailed: "error",
     QuarantineFailed: "error",
+    CanaryDisarmed: "warning",
     FactsLost: "warning",
     EventsDropped: "warning",
     SnapshotsSkipped: "warning",

@@ -13,7 +13,16 @@ import torch
 
 from kvcanary.canary import Canary
 from kvcanary.errors import BatchError, ConfigError
-from kvcanary.events import CanaryArmed, Event, Fact, FactsLost, ForwardLaunched, PagesFact
+from kvcanary.events import (
+    CanaryArmed,
+    CanaryDisarmed,
+    Event,
+    Fact,
+    FactsLost,
+    ForwardLaunched,
+    HealthChecked,
+    PagesFact,
+)
 from kvcanary.wire import CallName, FactWriter
 from tests.canary.conftest import Bench
 from tests.programs import scheduler
@@ -123,6 +132,10 @@ def test_after_lost_facts_nothing_is_checked_until_the_canary_is_armed_again(ben
     assert lost.count == 3
     assert not bench.canary.armed
     assert not bench.canary.status()["healthy"]
+    (disarmed,) = bench.of_kind(CanaryDisarmed)
+    assert disarmed.reason == "3 lifecycle calls were lost on their way from the engine"
+    (told,) = bench.of_kind(HealthChecked)
+    assert told.problems == (f"nothing is checked since forward {disarmed.forward}: {disarmed.reason}",)
     bench.canary.arm()
     assert bench.canary.status()["healthy"]
     assert len(bench.of_kind(CanaryArmed)) == 2

@@ -16,6 +16,7 @@ from msgspec import inspect
 
 from kvcanary.events import (
     CanaryArmed,
+    CanaryDisarmed,
     Event,
     EventsDropped,
     FactsLost,
@@ -130,6 +131,7 @@ def story() -> list[Event]:
             layout_fingerprint="8f14e45fceea167a", roles=("facts", "mark"), unarmed={"WRITE_MISSING": "no poison"},
         ),
         CanaryArmed(**envelope, seq=2, forward=1),
+        CanaryDisarmed(**envelope, seq=3, forward=5, reason="the engine warms up"),
         opened,
         msgspec.structs.replace(updated, seq=10, cause=9),
         OwnershipViolated(

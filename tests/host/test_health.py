@@ -9,6 +9,8 @@ import pytest
 
 from kvcanary.errors import CanaryStalledError
 from kvcanary.events import (
+    CanaryArmed,
+    CanaryDisarmed,
     Event,
     ForwardLaunched,
     HealthChecked,
@@ -289,3 +291,15 @@ def test_a_new_run_starts_from_scratch() -> None:
     feed(guard, engine.run(250))
     guard.handle(RunStarted(run="s", origin=Origin(), roles=ROLES))
     assert not stalls(feed(guard, Engine().run(450)))
+
+
+def test_a_disarmed_canary_is_unhealthy_at_once_and_in_each_check_until_it_is_armed() -> None:
+    guard, mailbox = fold("raise")
+    engine = Engine()
+    assert feed(guard, [CanaryArmed(forward=1)]) == []
+    feed(guard, engine.run(150))
+    during = checks(feed(guard, [CanaryDisarmed(forward=151, reason="a beam search runs"), *engine.run(100)]))
+    assert [check.problems for check in during] == [("nothing is checked since forward 151: a beam search runs",)] * 2
+    after = checks(feed(guard, [CanaryArmed(forward=251), *engine.run(100)]))
+    assert [check.healthy for check in after] == [True, True]
+    assert not mailbox.pending

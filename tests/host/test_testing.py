@@ -15,6 +15,7 @@ import pytest
 
 from kvcanary.events import (
     CanaryArmed,
+    CanaryDisarmed,
     Event,
     IncidentOpened,
     KernelStalled,
@@ -60,6 +61,13 @@ def test_a_clean_run_in_which_something_was_verified_has_no_violations() -> None
 def test_a_run_in_which_nothing_was_verified_proves_nothing(events: list[Event]) -> None:
     with pytest.raises(AssertionError, match="nothing was verified by any check, so this proves nothing"):
         assert_no_violations(events)
+
+
+def test_a_run_that_ends_disarmed_does_not_pass() -> None:
+    stopped = CanaryDisarmed(forward=7, reason="facts were lost")
+    assert_no_violations([stopped, CanaryArmed(), VERIFIED])
+    with pytest.raises(AssertionError, match=r"stopped and not taken up again: since forward 7: facts were lost"):
+        assert_no_violations([CanaryArmed(), VERIFIED, stopped])
 
 
 def test_a_check_that_was_asked_for_must_have_verified_something() -> None:

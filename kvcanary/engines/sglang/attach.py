@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from kvcanary.errors import ConfigError
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
 
-_log = logging.getLogger("kvcanary")
 _UNARMED = {
     "WINDOW_FREED_EARLY": "slot numbers stay on the device; a window slot that is freed early is found as WINDOW",
     "STALE_EPOCH": "slot numbers stay on the device, so the ledger does not know what older weights made",
@@ -222,8 +220,7 @@ class _SchedulerWatch:
         if plain:
             self._canary.arm()
         else:
-            _log.warning("kvcanary checks nothing while a beam search runs; all that is cached then stays unverified")
-            self._canary.disarm()
+            self._canary.disarm("a beam search runs: its rows are copied onto each other")
         return plain
 
     def _move(self, group: str) -> Callable[[Method], Method]:

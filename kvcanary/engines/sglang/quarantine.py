@@ -85,7 +85,8 @@ class Healer:
         asked = dict.fromkeys(name for wanted in self._wanted for name in wanted.requests)
         live = {request.rid: request for request in self._requests.live()}
         scheduler, canary = self._scheduler, self._canary
-        canary.disarm()  # broken tables are given back as they are; the flush arms again
+        # Broken tables are given back as they are; the flush arms again.
+        canary.disarm("a quarantine empties the pool")
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         try:
             flushed = bool(scheduler.flush_cache(empty_cache=False))

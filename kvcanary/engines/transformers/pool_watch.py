@@ -171,7 +171,7 @@ class PoolWatch:
                 return original(*args, **kwargs)  # it does nothing then
             # Made-up requests read slots that nobody wrote, and the pool is reset afterwards.
             self._facts.enabled = False
-            self._canary.disarm()
+            self._canary.disarm("the engine warms up with made-up requests")
             try:
                 return original(*args, **kwargs)
             finally:
