@@ -86,7 +86,6 @@ class Watch:
         self._config = config
         self._observers = tuple(observers)
         self._undo: Callable[[], None] | None = None
-        self._error: BaseException | None = None
         self._canary: Canary | None = None
 
     @property
@@ -97,13 +96,13 @@ class Watch:
     @property
     def error(self) -> BaseException | None:
         """What ``raise`` mode found, or None."""
-        return self._canary.error if self._canary is not None else self._error
+        return self._canary.error if self._canary is not None else None
 
     @property
     def status(self) -> dict[str, Any]:
         """Plain values for a readiness probe; see :meth:`kvcanary.reporting.Reporting.status`."""
         if self._canary is None:
-            return {"mode": self._config.mode, "watching": False, "healthy": True}
+            return {"mode": self._config.mode, "watching": False, "healthy": self._config.mode == "off"}
         return self._canary.status()
 
     def subscribe(self, observer: Observer) -> Subscription | None:

@@ -175,7 +175,9 @@ def test_a_second_canary_on_one_engine_is_refused() -> None:
 
 def test_a_watch_in_raise_mode_raises_what_was_found() -> None:
     engine = SimulatedEngine(seed=3)
-    watch = kvcanary.watch(engine, mode="raise").start()
+    watch = kvcanary.watch(engine, mode="raise")
+    assert watch.status["healthy"] is False, "it has not started"
+    watch.start()
     request = engine.submit(engine.prompt(6), 8)
     engine.step()
     engine.memory["full"].scale[0, request.pages["full"][0], 1] += 1
