@@ -87,6 +87,7 @@ class Journal:
         self._put = self._done = 0  # items, since the beginning
         self._taken = self._dropped = self._excused = 0
         self._gap: Gap | None = None
+        self._begun = False
         self._urgent = self._closing = False
         self._discarded = 0
         self._asked = False
@@ -140,26 +141,39 @@ class Journal:
         if not events or self._closing:
             return
         self._taken += len(events)
-        if self._bytes > self._bounds.queue and not isinstance(events[0], RunStarted):
+        begins = isinstance(events[0], RunStarted)
+        if begins:
+            self._begun = False
+        elif not self._begun:
+            self._count_lost(events)
+            return
+        if self._bytes > self._bounds.queue and not begins:
             self._drop(events, self._trouble or "the disk did not keep up: the queue was full")
             return
         try:
             items = self._recorder.take(events)
         except Exception as error:  # noqa: BLE001 - whatever an event of somebody's own does, the drain goes on
-            self._drop(events, f"{type(error).__name__}: {error}")
+            if self._begun:
+                self._drop(events, f"{type(error).__name__}: {error}")
+            else:
+                self._count_lost(events)  # no gap either: the run that it would be in has no file
             self.tell(failure(self.name, error, "", 1, "continued"))
             return
+        self._begun = True
         if self._asked and not self._recorder.wants_checkpoint:
             self._asked = False
         self._hand_over(items)
 
     def _drop(self, events: Sequence[Event], reason: str) -> None:
-        self._dropped += len(events)
-        self._asked = False
-        self.unreported.add(events)
+        self._count_lost(events)
         lost = self._recorder.lost(events, reason)
         before = self._gap
         self._gap = lost if before is None else lost._replace(first_seq=before.first_seq)
+
+    def _count_lost(self, events: Sequence[Event]) -> None:
+        self._dropped += len(events)
+        self._asked = False
+        self.unreported.add(events)
 
     def _hand_over(self, items: Sequence[Item]) -> None:
         gap, self._gap = self._gap, None

@@ -50,7 +50,7 @@ class Writer:
             self._open(first)
         begin, path = self._begin, self.path
         if begin is None or path is None:
-            return
+            raise ValueError("items of a journal must follow the Begin of their run")
         if self._store is None:
             self._store = Store(path, begin, self._notes, limit_bytes=self._bounds.file, max_pages=self._bounds.pages)
         try:

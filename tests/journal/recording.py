@@ -78,9 +78,9 @@ def seconds_of(count: int, each: int) -> Iterator[tuple[int, list[Event]]]:
 class Recording:
     """A bus in this thread, with the default folds, and its journal."""
 
-    def __init__(self, folder: Path, level: Any = "all", *, redact: bool = True, **options: Any) -> None:
+    def __init__(self, folder: Path, level: Any = "all", *, redact: Any = True, **options: Any) -> None:
         self.mailbox = Mailbox()
-        self.journal = Journal(folder, level, redact=redact_all if redact else None, **options)
+        self.journal = Journal(folder, level, redact={True: redact_all, False: None}.get(redact, redact), **options)
         self.bus = Bus(default_folds(CONFIG, self.mailbox, self.journal.checkpoint_due))
         self.journal.tell = self.bus.take_notice
         self.bus.attach(self.journal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from tests.journal.recording import (
     DIGEST,
     SECOND,
     TOKEN,
+    Recording,
     Small,
     at,
     faulty,
@@ -253,6 +255,31 @@ def test_one_that_is_attached_within_a_run_begins_with_the_runs_beginning(tmp_pa
         items = list(file.read())
     assert isinstance(items[0], RunStarted)
     assert isinstance(items[1], Gap)
+
+
+def told(path: Path) -> list[str]:
+    with JournalFile(path) as file:
+        return [event_name(event) for event in file.events()]
+
+
+def test_a_run_whose_beginning_is_lost_is_counted_and_gets_into_no_other_file(tmp_path: Path) -> None:
+    def refuse_the_second(events: Sequence[Event]) -> Sequence[Event]:
+        if any(isinstance(event, RunStarted) and event.run == "r2" for event in events):
+            raise ValueError("not this one")
+        return events
+
+    made = Recording(tmp_path, redact=refuse_the_second)
+    for run in ("r1", "r2", "r3"):
+        before = made.journal.dropped
+        made.begin(run)
+        made.publish([CanaryArmed()])
+        made.bus.end_run("done")
+        assert made.flush() is (run != "r2")
+        assert (made.journal.dropped > before) is (run == "r2")
+    assert not made.bus.close(time.monotonic() + 20)[1]
+    first, third = (told(path) for path in sorted(tmp_path.iterdir()))
+    assert first == ["run.started", "canary.armed", "run.stopped"]
+    assert third == ["run.started", "canary.armed", "events.dropped", "run.stopped"]
 
 
 @pytest.mark.parametrize("target", ["a_file/inside", "/proc/nowhere"])
