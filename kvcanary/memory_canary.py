@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvcanary.bus import Bus
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import BatchError, ConfigError
+from kvcanary.errors import BatchError, CanaryStalledError, ConfigError
 from kvcanary.events import (
     CanaryArmed,
     Event,
@@ -25,7 +25,7 @@ from kvcanary.events import (
     ViolationDetected,
 )
 from kvcanary.facts import FactLog
-from kvcanary.mailbox import Mailbox
+from kvcanary.mailbox import Mailbox, Raise
 from kvcanary.observers import default_folds, default_sinks
 from kvcanary.observers.base import Observer
 from kvcanary.wire import CallName, LifecycleCalls, unpack
@@ -86,7 +86,8 @@ class MemoryCanary(LifecycleCalls):
         self._groups = tuple(map(_group, groups))
         self._clock = clock
         self._observers = (*default_sinks(self.config), *observers)
-        self._bus = Bus(default_folds(self.config, self.mailbox), sink_queue=self.config.sink_queue)
+        folds = default_folds(self.config, self.mailbox)
+        self._bus = Bus(folds, sink_queue=self.config.sink_queue, on_guard_failure=self._unguarded)
         self._facts = FactLog(self.config.fact_queue)
         self._tags: dict[str, int] = {}
         self._admissions = 0
@@ -284,6 +285,10 @@ class MemoryCanary(LifecycleCalls):
         if not self._bus.flush(time.monotonic() + DELIVERY_SECONDS):
             raise BatchError(f"an observer did not handle its events within {DELIVERY_SECONDS} s")
         self.events += self._bus.pump(everything=True)
+
+    def _unguarded(self, error: CanaryStalledError) -> None:
+        if self.config.mode == "raise":
+            self.mailbox.post(Raise(error))
 
     def _stamped(self, event: E) -> E:
         return replace(event, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns())

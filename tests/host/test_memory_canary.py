@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import BatchError, ConfigError, KVCorruptionError
+from kvcanary.errors import BatchError, CanaryStalledError, ConfigError, KVCorruptionError
 from kvcanary.events import (
     CanaryArmed,
     Event,
@@ -22,6 +23,7 @@ from kvcanary.events import (
     PagesAllocated,
     RunStarted,
     RunStopped,
+    SnapshotTaken,
     StatsReported,
     ViolationDetected,
     event_name,
@@ -135,6 +137,16 @@ def test_facts_of_another_process_are_taken() -> None:
         canary.ingest(writer.pack())
         canary.forward()
     assert "pages.allocated" in names(canary)
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_a_guard_that_fails_stops_the_engine_in_raise_mode_only(mode: Any) -> None:
+    canary = MemoryCanary(CanaryConfig(mode=mode)).start()
+    broken: Any = None
+    canary.emit(SnapshotTaken(due=broken))
+    with pytest.raises(CanaryStalledError, match="health") if mode == "raise" else nullcontext():
+        canary.forward()
+    canary.stop()
 
 
 def test_in_raise_mode_the_next_forward_raises_and_so_does_leaving() -> None:
