@@ -187,8 +187,10 @@ def test_a_cache_that_is_laid_out_in_another_way_is_found_by_the_sentinel() -> N
         allocator = engine.manager.batch_processor.cache.cache_allocators["full_attention"]
         keys, values = allocator._kv_token_views[1]
         allocator._kv_token_views[1] = values, keys
+        before = engine.manager.batch_processor.cache.cache_tensor.clone()
         with pytest.raises(ConfigError, match=r"layer 1 of group 'full_attention'.*layer1\.k, layer1\.v of slot"):
             watch(engine.manager).start()
+        assert torch.equal(engine.manager.batch_processor.cache.cache_tensor, before), "it is left as it was"
         allocator._kv_token_views[1] = keys, values
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from kvcanary.engines.sentinel import put_back
 from kvcanary.engines.sglang.pools import Space
 from kvcanary.errors import ConfigError
-from kvcanary.layout import KVSource, PoolLayout
+from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
 
 _WRITABLE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
 """Pools that take keys and values as the model makes them; the others are written by kernels of one back end."""
@@ -26,22 +27,24 @@ def write_sentinels(spaces: list[Space], layout: PoolLayout) -> None:
         if type(space.pool).__name__ not in _WRITABLE or getattr(space.pool, "is_quantized_kv_cache", False):
             continue
         places = [place for source in group.sources for place in token_bytes(source, 0)]
-        names = [(source.name, source.layer) for source in group.sources for _ in source.runs]
-        saved = [place.clone() for place in places]
-        layers = sorted({source.layer for source in group.sources})
-        for number, layer in enumerate(layers):
-            before = [place.clone() for place in places]
-            _write(space.pool, int(space.pool.start_layer or 0) + number, layout.device)
-            changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
-            wrong = [name for (name, at), moved in zip(names, changed, strict=True) if moved != (at == layer)]
-            if wrong:
-                raise ConfigError(
-                    f"a token written through {type(space.pool).__name__}.set_kv_buffer to layer {layer} of group "
-                    f"{space.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. This "
-                    "release lays its cache out in another way; use a known release or a newer kvcanary"
-                )
-        for place, old in zip(places, saved, strict=True):
-            place.copy_(old)
+        with put_back(places):
+            _try_layers(space, group, places, layout.device)
+
+
+def _try_layers(space: Space, group: AttentionGroup, places: list[torch.Tensor], device: torch.device) -> None:
+    names = [(source.name, source.layer) for source in group.sources for _ in source.runs]
+    layers = sorted({source.layer for source in group.sources})
+    for number, layer in enumerate(layers):
+        before = [place.clone() for place in places]
+        _write(space.pool, int(space.pool.start_layer or 0) + number, device)
+        changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
+        wrong = [name for (name, at), moved in zip(names, changed, strict=True) if moved != (at == layer)]
+        if wrong:
+            raise ConfigError(
+                f"a token written through {type(space.pool).__name__}.set_kv_buffer to layer {layer} of group "
+                f"{space.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. This "
+                "release lays its cache out in another way; use a known release or a newer kvcanary"
+            )
 
 
 def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvcanary.engines.sentinel import put_back
 from kvcanary.errors import ConfigError
 from kvcanary.layout import KVSource, PoolLayout
 
@@ -54,8 +55,7 @@ def write_sentinel(pool: Writable, cache: Any, layout: PoolLayout) -> None:
         item = layout.groups[space]
         page, offset = divmod(pool.trash(group)[1], item.page_size)
         places = [_token_bytes(source, page, offset) for source in item.sources]
-        with torch.inference_mode(mode=pool.inference), torch.no_grad():
-            saved = [place.clone() for place in places]
+        with torch.inference_mode(mode=pool.inference), torch.no_grad(), put_back(places):
             for layer in pool.layers(group):
                 key, value = (_sample(item.sources[0].tensor, random) for _ in range(2))
                 before = [place.clone() for place in places]
@@ -68,8 +68,6 @@ def write_sentinel(pool: Writable, cache: Any, layout: PoolLayout) -> None:
                         f"{pool.trash(group)[1]} differ. This release lays its cache out in another way; use a tested "
                         "release or a newer kvcanary"
                     )
-            for place, old in zip(places, saved, strict=True):
-                place.copy_(old)
 
 
 def _token_bytes(source: KVSource, page: int, offset: int) -> torch.Tensor:

@@ -287,5 +287,9 @@ def test_the_sentinel_finds_a_pool_that_writes_elsewhere(make: Callable[[], Any]
             original(layer, loc, *rest, layer_id_override=(layer_id_override + 1) % LAYERS)
 
         pool.set_kv_buffer = set_kv_buffer
-        with pytest.raises(ConfigError, match="lays its cache out in another way"):
-            write_sentinels(spaces, layout)
+
+        def refused() -> None:
+            with pytest.raises(ConfigError, match="lays its cache out in another way"):
+                write_sentinels(spaces, layout)
+
+        assert changes(pool, refused) == set()
