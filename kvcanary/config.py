@@ -146,7 +146,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ConfigError: an unknown variable (with the nearest known one), or a value that does not fit.
         """
         environ = os.environ if environ is None else environ
-        if environ.get(f"{PREFIX}MODE", "").strip() == "off":  # an emergency switch works beside a misspelt variable
+        if _switched_off(environ):  # an emergency switch works beside a misspelt variable
             return cls(mode="off")
         values: dict[str, Any] = {"mode": "off"}
         for variable, text in environ.items():
@@ -187,7 +187,7 @@ def resolve(
         ConfigError: ``mode`` and ``config`` contradict each other, or a setting does not fit.
     """
     environ = os.environ if environ is None else environ
-    if environ.get(f"{PREFIX}MODE", "").strip().lower() == "off":
+    if _switched_off(environ):
         return CanaryConfig(mode="off") if config is None else msgspec.structs.replace(config, mode="off")
     if mode is not None:
         _check("mode", mode)
@@ -199,6 +199,10 @@ def resolve(
             f"mode={mode!r} was given beside a config with mode={config.mode!r}; a config is taken whole, so give one"
         )
     return config
+
+
+def _switched_off(environ: Mapping[str, str]) -> bool:
+    return environ.get(f"{PREFIX}MODE", "").strip().lower() == "off"
 
 
 @functools.cache

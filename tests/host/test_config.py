@@ -129,7 +129,8 @@ def test_a_given_config_is_taken_whole() -> None:
 
 
 def test_off_in_the_environment_always_wins() -> None:
-    kill = {"KVCANARY_MODE": "off", "KVCANARY_NONSENSE": "must not get in the way"}
+    kill = {"KVCANARY_MODE": " OFF", "KVCANARY_NONSENSE": "must not get in the way"}
+    assert CanaryConfig.from_env(kill).mode == "off"
     assert resolve(CanaryConfig(mode="raise", stats_every=3), "raise", kill) == CanaryConfig(mode="off", stats_every=3)
     assert resolve(None, "raise", kill).mode == "off"
 
