@@ -40,15 +40,19 @@ class _Base(NamedTuple):
     answers: deque[DeviceFact]
 
 
+class _Run(NamedTuple):
+    ring: SnapshotRing
+    decoder: Decoder
+    keys: Keys
+
+
 class Feed:
     """One canary's source of events. ``begin`` starts a run on a new pool."""
 
     def __init__(self, facts: FactLog) -> None:
         self._facts = facts
         self._runs: deque[RunStarted] = deque()
-        self._ring: SnapshotRing | None = None
-        self._decoder: Decoder | None = None
-        self._keys: Keys | None = None
+        self._run: _Run | None = None
         self._skipped = 0
         # Bounded for an engine that goes on after the drain failed; what is given up stays unaudited or unarmed.
         self._finished: deque[tuple[Request, Sequence[int]]] = deque(maxlen=_MOST_WAITING)
@@ -62,7 +66,7 @@ class Feed:
 
     def begin(self, started: RunStarted, ring: SnapshotRing, decoder: Decoder, keys: Keys) -> None:
         """A new run; what the old one left must have been collected before."""
-        self._ring, self._decoder, self._keys = ring, decoder, keys
+        self._run = _Run(ring, decoder, keys)
         self._skipped = 0
         self._error, self._gave_up = None, False
         self._ending = None  # if the drain had no time for the old run's last look, it must not take it at this one
@@ -75,12 +79,12 @@ class Feed:
     @property
     def in_flight(self) -> bool:
         """Whether a forward's snapshot, a digest or a run's end is still awaited."""
-        ring = self._ring
+        run = self._run
         return (
             bool(self._bases)
             or self._ending is not None
             or self._error is not None
-            or (ring is not None and ring.in_flight > 0)
+            or (run is not None and run.ring.in_flight > 0)
         )
 
     @property
@@ -109,24 +113,16 @@ class Feed:
         """
         if self._error is not None and self._gave_up:
             raise self._error
-        ending = self._ending  # asked first: what an end that comes later finds may have its launch among later facts
-        self._answer_bases()
-        ring = self._ring
-        snapshots = self._look(ring) if ring is not None and self._error is None else []
-        if ring is not None:
-            self._facts.retired = ring.retired
-        self._digest_finished()
+        run, ending = self._run, self._ending  # first: an end that comes later may have its launch among later facts
+        snapshots = [] if run is None else self._look(run)
         broken = self._gave_up = self._error is not None
         events: list[Event] = [self._with_digests(fact) for fact in self._facts.take(everything=broken)]
         events += [self._unread.popleft() for _ in range(len(self._unread))]
-        for snapshot in snapshots:
-            events += self._decode(snapshot)
-        if ring is not None and ring.skipped > self._skipped:
-            events.append(SnapshotsSkipped(count=ring.skipped - self._skipped, **_now()))
-            self._skipped = ring.skipped
-        if ending is not None and ring is not None and not broken:
-            events += self._last_look(ring, ending)
-            self._ending = self._ring = None
+        if run is not None:
+            events += self._read(run, snapshots)
+        if run is not None and ending is not None and not broken:
+            events += self._last_look(run, ending)
+            self._ending = self._run = None
         return events
 
     def break_off(self, error: Exception) -> None:
@@ -134,30 +130,40 @@ class Feed:
         self._error = self._error or error
         self._facts.hurry()
 
-    def _look(self, ring: SnapshotRing) -> list[Snapshot]:
-        try:
-            return ring.poll()
-        except Exception as error:  # noqa: BLE001 - a CUDA error is data
-            self._error = error
-            return []
+    def _look(self, run: _Run) -> list[Snapshot]:
+        """What the device has ready; what is owed to requests is computed meanwhile."""
+        self._answer_bases(run.keys)
+        snapshots: list[Snapshot] = []
+        if self._error is None:
+            try:
+                snapshots = run.ring.poll()
+            except Exception as error:  # noqa: BLE001 - a CUDA error is data
+                self._error = error
+        self._facts.retired = run.ring.retired
+        self._digest_finished(run.keys)
+        return snapshots
+
+    def _read(self, run: _Run, snapshots: list[Snapshot]) -> list[Event]:
+        events = [event for snapshot in snapshots for event in self._decode(run.decoder, snapshot)]
+        if run.ring.skipped > self._skipped:
+            events.append(SnapshotsSkipped(count=run.ring.skipped - self._skipped, **_now()))
+            self._skipped = run.ring.skipped
+        return events
 
     def end(self, due: dict[str, int]) -> None:
         """The last launch was made: the next :meth:`collect` takes a last look, which waits for the device."""
         self._facts.hurry()
         self._ending = due
 
-    def _last_look(self, ring: SnapshotRing, due: dict[str, int]) -> list[Event]:
-        forward = ring.retired
-        snapshot = ring.final(Fence(forward, None, time.monotonic_ns(), 0, due))
+    def _last_look(self, run: _Run, due: dict[str, int]) -> list[Event]:
+        forward = run.ring.retired
+        snapshot = run.ring.final(Fence(forward, None, time.monotonic_ns(), 0, due))
         if not snapshot.violations and not snapshot.outbox and snapshot.words[Word.FORWARD] == forward:
             return []
         fence = snapshot.fence._replace(forward=snapshot.words[Word.FORWARD])
-        return self._decode(snapshot._replace(fence=fence))
+        return self._decode(run.decoder, snapshot._replace(fence=fence))
 
-    def _decode(self, snapshot: Snapshot) -> list[Event]:
-        decoder = self._decoder
-        if decoder is None:
-            return []
+    def _decode(self, decoder: Decoder, snapshot: Snapshot) -> list[Event]:
         now, wall = time.monotonic_ns(), time.time_ns()
         events: list[Event] = [decoder.snapshot(snapshot, now, wall)]
         if self._facts.wants(ForwardRetired):
@@ -191,29 +197,27 @@ class Feed:
             )
         ]
 
-    def _digest_finished(self) -> None:
+    def _digest_finished(self, keys: Keys) -> None:
         while self._finished:
             entry, tokens = self._finished.popleft()
-            digest = self._digest(entry, tokens, "requests.finished")
+            digest = self._digest(keys, entry, tokens, "requests.finished")
             if digest is not None:
                 self._audits[entry.tag] = _Audit(entry.name, len(tokens), digest)
         while len(self._audits) > _MOST_AUDITS:
             del self._audits[next(iter(self._audits))]
 
-    def _answer_bases(self) -> None:
+    def _answer_bases(self, keys: Keys) -> None:
         while self._bases:
             entry, tokens, answers = self._bases.popleft()
-            digest = self._digest(entry, tokens, "requests.admitted")
+            digest = self._digest(keys, entry, tokens, "requests.admitted")
             if digest is not None:
                 anchor = DeviceFact(FactOp.ANCHOR, row=entry.row, tag=entry.tag, position=len(tokens), digest=digest)
                 answers.append(anchor)
 
-    def _digest(self, entry: Request, tokens: Sequence[int], event_type: str) -> int | None:
+    def _digest(self, keys: Keys, entry: Request, tokens: Sequence[int], event_type: str) -> int | None:
         """None, and told, for tokens that are no numbers: one engine's slip must not end the watch."""
-        if self._keys is None:
-            return None
         try:
-            return digest_tokens(self._keys, entry.seed, tokens, salts=entry.salts)
+            return digest_tokens(keys, entry.seed, tokens, salts=entry.salts)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             self._failures += 1
             told = f"tokens of request {entry.name}"
