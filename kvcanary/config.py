@@ -164,17 +164,6 @@ def no_quarantine(engine: str) -> ConfigError:
     )
 
 
-def mode_from_env(environ: Mapping[str, str] | None = None) -> Mode:
-    """The value of ``KVCANARY_MODE``, or ``off``. Reads nothing else.
-
-    Raises:
-        ConfigError: it is no mode.
-    """
-    environ = os.environ if environ is None else environ
-    text = environ.get(f"{PREFIX}MODE", "").strip()
-    return cast("Mode", _parse(f"{PREFIX}MODE", "mode", text)) if text else "off"
-
-
 def resolve(
     config: CanaryConfig | None, mode: str | None = None, environ: Mapping[str, str] | None = None
 ) -> CanaryConfig:

@@ -193,7 +193,7 @@ def word_key(seed: int, index: int) -> int:
 def fingerprint_bytes(seed: int, data: bytes, first_word: int = 0) -> int:
     """What one run of bytes adds to a fingerprint: ``sum(key * word)`` over little-endian 32-bit words.
 
-    A tail shorter than four bytes is filled with zeros. Signed; the slow, exact form.
+    A tail shorter than four bytes is filled with zeros. Signed; the slow, exact form, which tests hold the kernels to.
     """
     total = 0
     for i in range(0, len(data), 4):
@@ -239,7 +239,7 @@ def poison(keys: Keys, forward: int, group: int) -> Poison:
 
 
 def link_word(code: int, position: int) -> int:
-    """Word 0 of a link; signed."""
+    """Word 0 of a link; signed. Tests hold the kernels to it."""
     return signed((code & MASK32) | ((position & MASK32) << 32))
 
 

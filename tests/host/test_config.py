@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcanary.config import CanaryConfig, mode_from_env, resolve
+from kvcanary.config import CanaryConfig, resolve
 from kvcanary.errors import ConfigError
 
 
@@ -114,13 +114,6 @@ def test_a_wrong_secret_is_named_but_not_shown() -> None:
     with pytest.raises(ConfigError, match="KVCANARY_KEY") as caught:
         CanaryConfig.from_env({"KVCANARY_KEY": "hunter2"})
     assert "hunter2" not in str(caught.value)
-
-
-def test_mode_from_env_reads_the_mode_alone() -> None:
-    assert mode_from_env({}) == "off"
-    assert mode_from_env({"KVCANARY_MODE": "log", "KVCANARY_NONSENSE": "1"}) == "log"
-    with pytest.raises(ConfigError, match="KVCANARY_MODE is 'on'"):
-        mode_from_env({"KVCANARY_MODE": "on"})
 
 
 def test_a_given_config_is_taken_whole() -> None:
