@@ -281,7 +281,6 @@ class PoolLayout:
 
     groups: tuple[AttentionGroup, ...]
     uncovered: tuple[str, ...] = ()
-    extra: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.groups:

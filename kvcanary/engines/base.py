@@ -163,11 +163,6 @@ class Patches:
         self._undo: list[Callable[[], object]] = []
         self._live = True
 
-    @property
-    def live(self) -> bool:
-        """False once undone."""
-        return self._live
-
     def claim(self, owner: Any) -> None:
         """Mark an engine object as watched.
 

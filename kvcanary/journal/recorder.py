@@ -65,7 +65,7 @@ class Begin(NamedTuple):
 class End(NamedTuple):
     """The run ended: close its file."""
 
-    stopped: RunStopped | None
+    stopped: RunStopped
 
 
 Item = Begin | Frame | Gap | End

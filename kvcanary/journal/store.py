@@ -7,7 +7,6 @@ import re
 import sqlite3
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -84,7 +83,7 @@ class Store:
         """
         frames = [item for item in items if isinstance(item, Frame)]
         gaps = [item for item in items if isinstance(item, Gap)]
-        ends = [item.stopped for item in items if isinstance(item, End) and item.stopped is not None]
+        ends = [item.stopped for item in items if isinstance(item, End)]
         rows = [frame.row() for frame in frames]  # compresses; before the transaction, which holds up readers
         with self._transaction():
             self._db.executemany(_INSERT_FRAME, rows)
@@ -97,9 +96,7 @@ class Store:
                     (frame.segment.number, frame.first_seq, frame.last_seq, frame.segment.opened_by),
                 )
             for stopped in ends:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (msgspec.msgpack.encode(stopped),)
-                )
+                self._db.execute(_INSERT_END, (msgspec.msgpack.encode(stopped),))
         self._prune()
 
     @property
@@ -144,12 +141,6 @@ class Store:
         """Fold the write-ahead log into the file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def file_of(directory: Path, run: str) -> Path:
