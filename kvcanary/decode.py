@@ -35,7 +35,7 @@ from kvcanary.state import (
     group_base,
 )
 
-_OWNER_STATES = {OWNER_HELD: "held", OWNER_FREED: "freed", OWNER_TRASH: "trash", OWNER_NULL: "null"}
+OWNER_STATES = {OWNER_HELD: "held", OWNER_FREED: "freed", OWNER_TRASH: "trash", OWNER_NULL: "null"}
 _HAS_DIGESTS = {Kind.DIGEST, Kind.REQUEST_DIGEST, Kind.FINAL_DIGEST, Kind.POSITION, Kind.WRITE_CONFLICT}
 _OF_BYTES = {Kind.CONTENT, Kind.NONFINITE, Kind.WRITE_MISSING}
 _OF_PAGES = {Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC}
@@ -146,7 +146,7 @@ class Decoder:
             writer_forward=writer.forward,
             owner_tag=owner.tag,
             owner_request=self._name_of(owner.tag),
-            owner_state=_OWNER_STATES.get(owner.state, ""),
+            owner_state=OWNER_STATES.get(owner.state, ""),
             owner_as_of=owner.as_of,
             part=self._parts[group][part] if 0 <= part < len(self._parts[group]) else "",
             tainted=bool(row[ViolationWord.TAINTED]),

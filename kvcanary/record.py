@@ -243,6 +243,18 @@ def link_word(code: int, position: int) -> int:
     return signed((code & MASK32) | ((position & MASK32) << 32))
 
 
+class Link(NamedTuple):
+    """Word 0 of a link taken apart: the token's code, and its position in the request."""
+
+    code: int
+    position: int
+
+
+def parse_link(word: int) -> Link:
+    """The parts of word 0 of a link."""
+    return Link(word & MASK32, (word >> 32) & MASK32)
+
+
 def writer_word(forward: int, tag: int, flags: int = 0) -> int:
     """Word 1 of a seal; signed."""
     return signed((forward & MASK32) | ((tag & MAX_TAG) << TAG_SHIFT) | (flags << FLAG_SHIFT))

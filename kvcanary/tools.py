@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from kvcanary.binding import Binding
+from kvcanary.decode import OWNER_STATES
 from kvcanary.errors import BatchError
 from kvcanary.layout import KVSource
 from kvcanary.record import (
-    FORWARD_BITS,
     MASK32,
     SALTED,
     SealFlag,
     hex64,
+    parse_link,
     parse_owner,
     parse_writer,
 )
@@ -81,9 +82,6 @@ class SlotInfo:
     seals: tuple[SealInfo, ...]
 
 
-_OWNER_WORDS = ("unknown", "held", "freed", "trash", "null")
-
-
 class Tools(Binding):
     """The on-demand half of :class:`kvcanary.canary.Canary`."""
 
@@ -139,16 +137,16 @@ class Tools(Binding):
         link, digest = records.links[slot].tolist()
         known = bool(link or digest)
         owner = parse_owner(int(records.owner[slot // item.page_size]))
-        code = link & MASK32
+        code, position = parse_link(link)
         return SlotInfo(
             group=item.name,
             slot=slot,
             page=slot // item.page_size,
-            position=(link >> FORWARD_BITS) & MASK32 if known else None,
+            position=position if known else None,
             token=code if known and code < SALTED else None,
             digest=hex64(digest),
             owner=self.registry.name_of(owner.tag),
-            owner_state=_OWNER_WORDS[owner.state],
+            owner_state=OWNER_STATES.get(owner.state, "unknown"),
             owner_since=owner.as_of,
             seals=tuple(self._seal_info(index, part, slot) for part in range(records.seals.shape[0])),
         )
@@ -194,7 +192,7 @@ class Tools(Binding):
             group=self.layout.groups[group].name,
             part=self._part_names(group)[part],
             slot=slot,
-            position=(link >> FORWARD_BITS) & MASK32,
+            position=parse_link(link).position,
             writer=self.registry.name_of(writer.tag),
             writer_forward=writer.forward,
             fingerprint_expected=hex64(seal[0]),
