@@ -6,8 +6,6 @@ The public names are loaded on first use: importing the package imports neither 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from kvcanary.events import Event, IncidentOpened, IncidentUpdated, KernelStalled, StatsReported, ViolationDetected
     from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
     from kvcanary.observers.base import observer
-    from kvcanary.watch import Watch, install_canary, watch
+    from kvcanary.watching import Watch, install_canary, watch
 
 __all__ = [
     "AttentionGroup",
@@ -69,10 +67,10 @@ _MODULES = {
     "PoolLayout": "layout",
     "StatsReported": "events",
     "ViolationDetected": "events",
-    "Watch": "watch",
-    "install_canary": "watch",
+    "Watch": "watching",
+    "install_canary": "watching",
     "observer": "observers.base",
-    "watch": "watch",
+    "watch": "watching",
 }
 
 
@@ -88,12 +86,3 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Importing the submodule kvcanary.watch binds it to the name that belongs to the function inside.
-        super().__setattr__(name, value.watch if name == "watch" and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Package

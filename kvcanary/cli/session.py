@@ -25,7 +25,7 @@ from kvcanary.events import KernelStalled
 from kvcanary.faults.injectors import Fault, Injection
 from kvcanary.faults.transformers_faults import TransformersInjector
 from kvcanary.observers.base import Observer
-from kvcanary.watch import watch
+from kvcanary.watching import watch
 
 CLIENTS = 8
 HEALTH_PERIOD = 20

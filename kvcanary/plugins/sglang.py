@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def _attach(_: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    from kvcanary.watch import install_canary
+    from kvcanary.watching import install_canary
 
     canary = install_canary(scheduler)
     if canary is not None:

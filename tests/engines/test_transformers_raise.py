@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from kvcanary import KVCorruptionError, watch
-from kvcanary.watch import Watch
+from kvcanary.watching import Watch
 from tests.engines.serving import Served, serve
 
 

@@ -119,7 +119,7 @@ class _Bench:
 
     def run(self, *, watched: bool) -> float:
         """Generated tokens per second of one run."""
-        from kvcanary.watch import watch
+        from kvcanary.watching import watch
 
         manager = self._make_manager()
         with watch(manager, "log" if watched else "off", observers=[self.ear] if watched else ()):

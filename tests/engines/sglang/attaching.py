@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcanary.errors import ConfigError
-from kvcanary.watch import watch
+from kvcanary.watching import watch
 from tests.engines.sglang.rig import Rig
 
 

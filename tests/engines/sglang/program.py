@@ -142,7 +142,7 @@ class watched:  # noqa: N801 - a context manager
 
     def __init__(self, rig: Rig, mode: str = "log") -> None:
         from kvcanary.testing import EventRecorder
-        from kvcanary.watch import watch
+        from kvcanary.watching import watch
 
         self._recorder = EventRecorder()
         self._watch = watch(rig.scheduler, mode=mode, observers=[self._recorder])
