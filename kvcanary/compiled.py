@@ -7,6 +7,7 @@ the entry before them, the exit after them. Around compiled code nothing of this
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -18,8 +19,6 @@ import torch
 from kvcanary.batch import ForwardBatch, GroupBatch, PageTable
 from kvcanary.errors import BatchError, ConfigError
 from kvcanary.layout import PoolLayout
-
-NAMESPACE = "kvcanary"
 
 
 class GroupForm(NamedTuple):
@@ -121,8 +120,9 @@ class CompiledForward:
         distinct = {(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}
         self.caches: list[torch.Tensor] = list(distinct.values())
         self.form, _ = flatten(batch)
-        self.number = _Registry.add(_Bound(hooks, layout, self.caches, self.form))
-        weakref.finalize(self, _Registry.bound.pop, self.number, None)
+        self.number = next(_NUMBERS)
+        _BOUND[self.number] = _Bound(hooks, layout, self.caches, self.form)
+        weakref.finalize(self, _BOUND.pop, self.number, None)
 
     def tensors(self, batch: ForwardBatch) -> list[torch.Tensor]:
         """The tensors of a batch, in the order that :meth:`enter` takes them. Not for compiled code.
@@ -165,34 +165,26 @@ class _Bound:
                 (copy if back else own).copy_(own if back else copy)
 
 
-class _Registry:
-    """Operators take numbers, not objects."""
+_BOUND: dict[int, _Bound] = {}
+"""Operators take numbers, not objects."""
+_NUMBERS = itertools.count(1)
 
-    bound: dict[int, _Bound] = {}  # noqa: RUF012
-    count = 0
 
-    @classmethod
-    def add(cls, bound: _Bound) -> int:
-        cls.count += 1
-        cls.bound[cls.count] = bound
-        return cls.count
-
-    @classmethod
-    def find(cls, number: int) -> _Bound:
-        bound = cls.bound.get(number)
-        if bound is None or bound.hooks.layout() is not bound.layout:
-            raise ConfigError(
-                f"compiled code enters a forward of a canary or pool that is gone (number {number}); keep what "
-                "canary.compiled() gave, make another one for a new pool, and compile again"
-            )
-        return bound
+def _find(number: int) -> _Bound:
+    bound = _BOUND.get(number)
+    if bound is None or bound.hooks.layout() is not bound.layout:
+        raise ConfigError(
+            f"compiled code enters a forward of a canary or pool that is gone (number {number}); keep what "
+            "canary.compiled() gave, make another one for a new pool, and compile again"
+        )
+    return bound
 
 
 @cache
 def _define() -> None:
     """Define the operators; a process does so once, when it first needs them."""
-    torch.library.custom_op(f"{NAMESPACE}::enter", _enter, mutates_args=("caches",)).register_fake(_nothing)
-    torch.library.custom_op(f"{NAMESPACE}::leave", _leave, mutates_args=("caches",)).register_fake(_nothing)
+    torch.library.custom_op("kvcanary::enter", _enter, mutates_args=("caches",)).register_fake(_nothing)
+    torch.library.custom_op("kvcanary::leave", _leave, mutates_args=("caches",)).register_fake(_nothing)
 
 
 def _nothing(*_: object) -> None:
@@ -200,7 +192,7 @@ def _nothing(*_: object) -> None:
 
 
 def _enter(caches: list[torch.Tensor], tensors: list[torch.Tensor], number: int) -> None:
-    bound = _Registry.find(number)
+    bound = _find(number)
     bound.settle(caches, back=False)
     bound.hooks.enter(unflatten(bound.form, tensors))
     # Poison that the entry placed must be what the writes overwrite.
@@ -208,6 +200,6 @@ def _enter(caches: list[torch.Tensor], tensors: list[torch.Tensor], number: int)
 
 
 def _leave(caches: list[torch.Tensor], number: int) -> None:
-    bound = _Registry.find(number)
+    bound = _find(number)
     bound.settle(caches, back=False)
     bound.hooks.leave()
