@@ -9,25 +9,22 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
+from kvcanary.binding import Binding
 from kvcanary.events import GroupInfo, Origin, RunStarted
 from kvcanary.kernels.poison import exemption, poison_runs
 from kvcanary.layout import PoolLayout
 from kvcanary.record import POISON_LEAST
 
-if TYPE_CHECKING:
-    from kvcanary.canary import Canary
-
 
 def describe_run(
-    canary: Canary, *, engine: str, engine_version: str, unarmed: Mapping[str, str], ranks: Mapping[str, int]
+    binding: Binding, *, engine: str, engine_version: str, unarmed: Mapping[str, str], ranks: Mapping[str, int]
 ) -> RunStarted:
-    """The first event of a run; call after the canary has its layout and kernels."""
-    config, layout = canary.config, canary.layout
-    kernels = canary.kernels
+    """The first event of a run; call after it has its layout and kernels."""
+    config, layout = binding.config, binding.layout
+    kernels = binding.kernels
     return RunStarted(
         time_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
@@ -47,23 +44,23 @@ def describe_run(
         layout_fingerprint=layout.fingerprint,
         groups=tuple(_group_info(layout)),
         uncovered=layout.uncovered,
-        roles=_roles(canary),
-        unarmed=_unarmed(canary, unarmed),
+        roles=_roles(binding),
+        unarmed=_unarmed(binding, unarmed),
     )
 
 
-def _roles(canary: Canary) -> tuple[str, ...]:
-    config = canary.config
+def _roles(binding: Binding) -> tuple[str, ...]:
+    config = binding.config
     roles = ["facts", "mark", "check", "seal"]
     if config.fingerprint == "full" and config.scrub_mib_per_step > 0:
         roles.append("scrub")
-    if config.swa_divergence_every and canary.layout.window_pair is not None:
+    if config.swa_divergence_every and binding.layout.window_pair is not None:
         roles.append("window")
     return tuple(roles)
 
 
-def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
-    config = canary.config
+def _unarmed(binding: Binding, given: Mapping[str, str]) -> dict[str, str]:
+    config = binding.config
     reasons = dict(given)
     if config.fingerprint == "off":
         reasons.setdefault("CONTENT", "fingerprint is off")
@@ -73,7 +70,7 @@ def _unarmed(canary: Canary, given: Mapping[str, str]) -> dict[str, str]:
     if config.poison == "off":
         reasons.setdefault("WRITE_MISSING", "poison is off")
     elif "WRITE_MISSING" not in reasons:
-        reasons |= _without_poison(canary.layout)
+        reasons |= _without_poison(binding.layout)
     if not config.check_nonfinite:
         reasons.setdefault("NONFINITE", "check_nonfinite is off")
     return reasons
