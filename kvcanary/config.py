@@ -1,4 +1,7 @@
-"""Configuration: one frozen struct, validated when built, and the only reader of the environment."""
+"""Configuration: one frozen struct, validated when built, and the only reader of the settings in the environment.
+
+Plugins that engines load in every process look at ``KVCANARY_MODE`` themselves first: to be off must import nothing.
+"""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class PrefixEvicted(PagesFact, frozen=True, kw_only=True, gc=False, tag="prefix.
 
 
 class ForwardLaunched(Fact, frozen=True, kw_only=True, gc=False, tag="forward.launched"):
-    """A step began. The batch as its change: rows that joined and left since the last one."""
+    """A step was launched; told at its end. The batch as its change: rows that joined and left since the last one."""
 
     rows: int = 0
     tokens: int = 0
@@ -310,7 +310,7 @@ class SnapshotTaken(Event, frozen=True, kw_only=True, gc=False, tag="snapshot.ta
     gpu_us: float | None = None
     """device time of the canary's launches in one forward (``gpu_time_every``); None: no new sample, or no CUDA"""
     lag_us: float = 0.0
-    """from the fence's completion being seen possible to being seen"""
+    """from the end of the step's launches to its snapshot being read; a slow forward is part of it"""
     host_forward: int = 0
     """the number the host gave the forward; differs from ``forward`` when host and device drift"""
     swa: dict[str, int] = {}
