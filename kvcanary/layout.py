@@ -93,6 +93,13 @@ class KVSource:
         """Bytes of one token in this source."""
         return sum(run.num_bytes for run in self.runs)
 
+    def view_bytes(self, offset: int, size: int) -> torch.Tensor:
+        """``size`` bytes of every token from its byte ``offset`` on: uint8 ``[pages, page_size, size]``, a view."""
+        start = self.tensor.storage_offset() * self.tensor.element_size() + offset
+        view = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+        shape, strides = (self.num_pages, self.page_size, size), (self.page_stride, self.token_stride, 1)
+        return view.set_(self.tensor.untyped_storage(), start, shape, strides)
+
     @property
     def address(self) -> int:
         """Address of the first byte."""

@@ -226,12 +226,8 @@ def _nonfinite(source: KVSource, slots: torch.Tensor) -> torch.Tensor:
     if not source.dtype.is_floating_point:
         return bad
     size = source.dtype.itemsize
-    whole = torch.empty(0, dtype=torch.uint8, device=source.tensor.device).set_(source.tensor.untyped_storage())
-    begin = int(source.tensor.storage_offset()) * source.tensor.element_size()
     pages, offsets = slots // source.page_size, slots % source.page_size
-    starts = pages * source.page_stride + offsets * source.token_stride + begin
     for run in source.runs:
-        inside = torch.arange(run.num_bytes - run.num_bytes % size, device=slots.device)
-        found = whole[(starts + run.offset)[:, None] + inside]
+        found = source.view_bytes(run.offset, run.num_bytes - run.num_bytes % size)[pages, offsets]
         bad |= ~found.view(source.dtype).isfinite().all(1)
     return bad

@@ -249,8 +249,4 @@ def _token_bytes(source: KVSource, slot: int) -> torch.Tensor:
     """The bytes of a token's first run, as a view of the engine's cache."""
     page, offset = divmod(slot, source.page_size)
     run = source.runs[0]
-    flat = torch.empty(0, dtype=torch.uint8, device=source.tensor.device)
-    storage = source.tensor.untyped_storage()
-    first = source.tensor.storage_offset() * source.tensor.element_size()
-    start = first + page * source.page_stride + offset * source.token_stride + run.offset
-    return flat.set_(storage, start, (run.num_bytes,), (1,))
+    return source.view_bytes(run.offset, run.num_bytes)[page, offset]

@@ -49,11 +49,8 @@ def _try_layers(space: Space, group: AttentionGroup, places: list[torch.Tensor],
 
 def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:
     """The bytes of one token's runs, addressed by the numbers that the kernels use."""
-    tensor = source.tensor
     page, offset = divmod(slot, source.page_size)
-    first = tensor.storage_offset() * tensor.element_size() + page * source.page_stride + offset * source.token_stride
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return [whole[first + run.offset : first + run.offset + run.num_bytes] for run in source.runs]
+    return [source.view_bytes(run.offset, run.num_bytes)[page, offset] for run in source.runs]
 
 
 def _write(pool: Any, layer: int, device: torch.device) -> None:

@@ -54,7 +54,7 @@ def write_sentinel(pool: Writable, cache: Any, layout: PoolLayout) -> None:
     for group, space in enumerate(layout.spaces):
         item = layout.groups[space]
         page, offset = divmod(pool.trash(group)[1], item.page_size)
-        places = [_token_bytes(source, page, offset) for source in item.sources]
+        places = [_first_run(source)[page, offset] for source in item.sources]
         with torch.inference_mode(mode=pool.inference), torch.no_grad(), put_back(places):
             for layer in pool.layers(group):
                 key, value = (_sample(item.sources[0].tensor, random) for _ in range(2))
@@ -70,13 +70,9 @@ def write_sentinel(pool: Writable, cache: Any, layout: PoolLayout) -> None:
                     )
 
 
-def _token_bytes(source: KVSource, page: int, offset: int) -> torch.Tensor:
-    """The bytes of one token in a source with a single run, addressed by the numbers that the kernels use."""
-    tensor = source.tensor
-    first = tensor.storage_offset() * tensor.element_size()
-    first += page * source.page_stride + offset * source.token_stride + source.runs[0].offset
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return whole[first : first + source.runs[0].num_bytes]
+def _first_run(source: KVSource) -> torch.Tensor:
+    """The bytes of each token in a source with a single run."""
+    return source.view_bytes(source.runs[0].offset, source.runs[0].num_bytes)
 
 
 def _sample(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
