@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import reprlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +12,7 @@ import torch
 from kvcanary.batch import INDEX_DTYPES
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import BatchError
+from kvcanary.integers import whole_numbers
 from kvcanary.kernels import DeviceFact, Kernels
 from kvcanary.layout import PoolLayout
 from kvcanary.record import make_keys
@@ -113,10 +112,7 @@ class Binding:
             if pages.device.type != "cpu":
                 return pages
             pages = pages.tolist()
-        try:
-            numbers = tuple(map(operator.index, pages))
-        except TypeError:
-            raise BatchError(f"group {item.name!r}: pages must be whole numbers, got {reprlib.repr(pages)}") from None
+        numbers = whole_numbers(pages, f"group {item.name!r}: pages")
         if numbers and not 0 <= min(numbers) <= max(numbers) < item.num_pages:
             bad = next(page for page in numbers if not 0 <= page < item.num_pages)
             raise BatchError(

@@ -18,6 +18,7 @@ from kvcanary.binding import Pages
 from kvcanary.digests import digest_tokens
 from kvcanary.errors import BatchError
 from kvcanary.events import CanaryDisarmed, FactsLost
+from kvcanary.integers import whole_numbers
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.record import hex64, identity_seed
 from kvcanary.reporting import Reporting
@@ -343,10 +344,7 @@ def _check_names(request: object, identity: object) -> None:
 
 def _salts(request: str, salts: Sequence[int]) -> tuple[int, ...]:
     """Salts as they are now; 64 bits each."""
-    try:
-        numbers = tuple(map(operator.index, salts))
-    except TypeError:
-        numbers = (1 << 64,)
+    numbers = whole_numbers(salts, f"request {request!r}: salts")
     if any(not -(1 << 63) <= salt < 1 << 64 for salt in numbers):
         raise BatchError(f"request {request!r}: salts must be whole numbers of 64 bits, got {reprlib.repr(salts)}")
     return numbers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import reprlib
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from kvcanary.binding import Pages
 from kvcanary.errors import BatchError, KVCanaryError, LayoutError
 from kvcanary.exported import Records, adopted, refuse_strangers
+from kvcanary.integers import whole_numbers
 from kvcanary.kernels import FactOp
 from kvcanary.lifecycle import Lifecycle, host_pages
 from kvcanary.record import key_fingerprint
@@ -148,10 +147,7 @@ class Transfers(Lifecycle):
         names = [group.name for group in self.layout.groups]
         if not tier or not isinstance(tier, str) or tier in names:
             raise BatchError(f"a tier needs a name that no group has ({names}), got {tier!r}")
-        try:
-            numbers = tuple(map(operator.index, blocks))
-        except TypeError:
-            raise BatchError(f"tier {tier!r}: blocks must be whole numbers, got {reprlib.repr(blocks)}") from None
+        numbers = whole_numbers(blocks, f"tier {tier!r}: blocks")
         if numbers and min(numbers) < 0:
             raise BatchError(f"tier {tier!r}: blocks count from 0, got {min(numbers)}")
         return numbers

@@ -7,7 +7,6 @@ bytes ride on the engine's own message of the step, so they come in order and be
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvcanary.errors import BatchError, ConfigError
+from kvcanary.integers import whole_numbers
 
 WIRE_VERSION = 2
 """Of the bytes that :meth:`FactWriter.pack` makes."""
@@ -61,12 +61,12 @@ class LifecycleCalls(ABC):
         salts: Sequence[int] = (),
     ) -> None:
         """A request becomes active; of ``tokens`` and ``salts``, the first ``start`` travel."""
-        columns = {"tokens": _numbers(tokens[:start]), "salts": _numbers(salts[:start])}
+        columns = {"tokens": whole_numbers(tokens[:start], "tokens"), "salts": whole_numbers(salts[:start], "salts")}
         self._put("admit", request=request, start=start, identity=identity, **columns)
 
     def rewind(self, request: str, length: int, *, tokens: Sequence[int] = ()) -> None:
         """It goes on from ``length``; of ``tokens``, so many travel."""
-        self._put("rewind", request=request, length=length, tokens=_numbers(tokens[:length]))
+        self._put("rewind", request=request, length=length, tokens=whole_numbers(tokens[:length], "tokens"))
 
     def preempt(self, request: str) -> None:
         """It lost its pages and will be admitted again."""
@@ -74,41 +74,49 @@ class LifecycleCalls(ABC):
 
     def finish(self, request: str, *, tokens: Sequence[int] | None = None, length: int | None = None) -> None:
         """It ended; ``tokens``, prompt plus output, are compared with what the device followed."""
-        self._put("finish", request=request, tokens=None if tokens is None else _numbers(tokens), length=length)
+        self._put(
+            "finish", request=request, tokens=None if tokens is None else whole_numbers(tokens, "tokens"), length=length
+        )
 
     def alloc(self, group: str | int, request: str, pages: Sequence[int]) -> None:
         """Pages were handed out."""
-        self._put("alloc", group=group, request=request, pages=_numbers(pages))
+        self._put("alloc", group=group, request=request, pages=whole_numbers(pages, "pages"))
 
     def own(self, group: str | int, request: str, pages: Sequence[int]) -> None:
         """Pages were handed on with their contents."""
-        self._put("own", group=group, request=request, pages=_numbers(pages))
+        self._put("own", group=group, request=request, pages=whole_numbers(pages, "pages"))
 
     def free(self, group: str | int, pages: Sequence[int], request: str | None = None) -> None:
         """Pages were taken back."""
-        self._put("free", group=group, pages=_numbers(pages), request=request)
+        self._put("free", group=group, pages=whole_numbers(pages, "pages"), request=request)
 
     def publish(self, group: str | int, pages: Sequence[int], request: str | None = None) -> None:
         """Pages can be found by other requests."""
-        self._put("publish", group=group, pages=_numbers(pages), request=request)
+        self._put("publish", group=group, pages=whole_numbers(pages, "pages"), request=request)
 
     def evict(self, group: str | int, pages: Sequence[int]) -> None:
         """Pages left the prefix index."""
-        self._put("evict", group=group, pages=_numbers(pages))
+        self._put("evict", group=group, pages=whole_numbers(pages, "pages"))
 
     def reuse(self, group: str | int, request: str, pages: Sequence[int]) -> None:
         """A request took published pages."""
-        self._put("reuse", group=group, request=request, pages=_numbers(pages))
+        self._put("reuse", group=group, request=request, pages=whole_numbers(pages, "pages"))
 
     def move(
         self, group: str | int, sources: Sequence[int], targets: Sequence[int], request: str | None = None
     ) -> None:
         """Pages are copied on the device."""
-        self._put("move", group=group, sources=_numbers(sources), targets=_numbers(targets), request=request)
+        self._put(
+            "move",
+            group=group,
+            sources=whole_numbers(sources, "sources"),
+            targets=whole_numbers(targets, "targets"),
+            request=request,
+        )
 
     def restamp(self, group: str | int, pages: Sequence[int]) -> None:
         """Bytes were edited on purpose."""
-        self._put("restamp", group=group, pages=_numbers(pages))
+        self._put("restamp", group=group, pages=whole_numbers(pages, "pages"))
 
     def transfer(
         self,
@@ -130,16 +138,16 @@ class LifecycleCalls(ABC):
         so the process that starts the copy should rather tell its own canary.
         """
         columns = {"direction": direction, "ordered": ordered, "request": request, "error": error, "tier": tier}
-        places = {"group": group, "pages": _numbers(pages), "blocks": _numbers(blocks)}
+        places = {"group": group, "pages": whole_numbers(pages, "pages"), "blocks": whole_numbers(blocks, "blocks")}
         self._put("transfer", transfer=transfer, event=event, **places, **columns)
 
     def alloc_blocks(self, tier: str, request: str, blocks: Sequence[int]) -> None:
         """Blocks outside of the pool were handed out."""
-        self._put("alloc_blocks", tier=tier, request=request, blocks=_numbers(blocks))
+        self._put("alloc_blocks", tier=tier, request=request, blocks=whole_numbers(blocks, "blocks"))
 
     def free_blocks(self, tier: str, blocks: Sequence[int], request: str | None = None) -> None:
         """Blocks outside of the pool were taken back."""
-        self._put("free_blocks", tier=tier, blocks=_numbers(blocks), request=request)
+        self._put("free_blocks", tier=tier, blocks=whole_numbers(blocks, "blocks"), request=request)
 
     def weights_updated(self, epoch: int) -> None:
         """What was cached before belongs to older weights."""
@@ -221,11 +229,3 @@ def unpack(data: bytes) -> list[Call]:
             f"packed facts have version {version}, expected {WIRE_VERSION}; scheduler and worker need the same kvcanary"
         )
     return calls
-
-
-def _numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """The numbers as they are now: engines go on changing the very lists that they pass."""
-    try:
-        return tuple(map(operator.index, values))
-    except TypeError as error:
-        raise BatchError(f"pages and tokens must be whole numbers; {error}") from None
