@@ -53,6 +53,7 @@ prometheus: ## Fetch a Prometheus server for the tests that scrape with one (Deb
 test-engines: $(READY) ## Run the tests of the vLLM and SGLang adapters, on the released engines (gigabytes of downloads)
 	@$(MAKE) --no-print-directory --keep-going --jobs $(words $(ENGINES)) $(ENGINES:%=test-engine-%)
 
+.PHONY: $(ENGINES:%=test-engine-%)
 $(ENGINES:%=test-engine-%): test-engine-%: .venv-%/.ready
 	@$(offline) .venv-$*/bin/python -m pytest -m "" tests/engines/$* $(ARGS) 2>&1 | sed --unbuffered 's/^/$*: /'
 

@@ -1,6 +1,6 @@
 """``kvcanary bench``: what the canary costs on this machine, row by row, against what it must reach.
 
-``python -m kvcanary.cli.bench ...`` is the same command from a checkout that is not installed.
+``python -m kvcanary bench ...`` is the same command from a checkout that is not installed.
 """
 
 from __future__ import annotations
@@ -206,9 +206,3 @@ def _target(row: Row) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
-
-
-if __name__ == "__main__":
-    from kvcanary.cli import main
-
-    sys.exit(main(["bench", *sys.argv[1:]]))

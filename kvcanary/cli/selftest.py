@@ -5,7 +5,6 @@ The first finds a wrong compiler before that cries wolf; the second shows that w
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,9 +189,3 @@ def _candidate(backend: str, device: str) -> Kernels:
     if backend == "triton" and device == "cpu":
         interpret_triton()
     return load_kernels(backend, device)
-
-
-if __name__ == "__main__":
-    from kvcanary.cli import main
-
-    sys.exit(main(["selftest", *sys.argv[1:]]))

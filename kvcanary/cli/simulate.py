@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,9 +252,3 @@ def _sum(results: Sequence[Result]) -> str:
     parts += [f"{outcomes.count('failed')} FAILED"] if "failed" in outcomes else []
     parts += [f"{errors} not readable"] if errors else []
     return f"\n{len(results)} {'file' if len(results) == 1 else 'files'}: {', '.join(parts)}"
-
-
-if __name__ == "__main__":
-    from kvcanary.cli import main
-
-    sys.exit(main(["simulate", *sys.argv[1:]]))

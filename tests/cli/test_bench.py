@@ -433,7 +433,7 @@ def test_a_plot_without_a_series_is_refused(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     row = {"name": "growth.x", "series": [{"x": 1, "us": 2.0, "unit": "tokens"}]}
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+    with pytest.raises(ConfigError, match=r"pip install 'kvcanary\[plot\]'"):
         plot.plot_growth([row], tmp_path / "x.png")
 
 

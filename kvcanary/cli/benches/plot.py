@@ -25,7 +25,7 @@ def plot_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
+            f"--plot needs matplotlib, which cannot be imported ({error}); pip install 'kvcanary[plot]'"
         ) from error
     figure, axes = pyplot.subplots(1, len(series), figsize=(4.2 * len(series), 3.4), squeeze=False)
     for axis, row in zip(axes[0], series, strict=True):
