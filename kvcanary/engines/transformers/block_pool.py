@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcanary.engines.transformers.rows import GroupView
+from kvcanary.engines.transformers.rows import GroupView, ring_of
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class BlockPool:
     @property
     def views(self) -> tuple[GroupView, ...]:
         """Where a forward's keywords have each group."""
-        return tuple(GroupView(i, _kind(manager), _ring(manager)) for i, manager in enumerate(self._managers))
+        return tuple(GroupView(i, _kind(manager), ring_of(manager)) for i, manager in enumerate(self._managers))
 
     @property
     def inference(self) -> bool:
@@ -65,7 +65,7 @@ class BlockPool:
         )
         groups: list[AttentionGroup] = []
         for name, manager in zip(self._names, self._managers, strict=True):
-            ring = _ring(manager)
+            ring = ring_of(manager)
             groups.append(
                 AttentionGroup(
                     name=name,
@@ -143,13 +143,8 @@ class BlockPool:
         patches.wrap(blocks, "get_free_blocks", wires.get_free_blocks)
 
 
-def _ring(manager: Any) -> int | None:
-    window = getattr(manager, "sliding_window", None)
-    return None if window is None else int(window)
-
-
 def _kind(manager: Any) -> str:
-    return "full_attention" if _ring(manager) is None else "sliding_attention"
+    return "full_attention" if ring_of(manager) is None else "sliding_attention"
 
 
 class _Wires:
@@ -194,7 +189,7 @@ class _Wires:
     def has_enough_free_blocks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def has_enough_free_blocks(n_blocks: int) -> Any:
             blocks = self._blocks
-            missing = n_blocks - len(blocks._uninit_block_ids)  # noqa: SLF001
+            missing = n_blocks - len(blocks._uninit_block_ids)  # noqa: SLF001 - here and below, the pool has no other names
             cached = list(islice(reversed(blocks._init_block_ids), missing)) if missing > 0 else []  # noqa: SLF001
             enough = original(n_blocks)
             gone = [block for block in cached if block not in blocks._init_block_ids]  # noqa: SLF001

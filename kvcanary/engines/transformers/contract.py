@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 from kvcanary.engines.names import Names, find_missing
 from kvcanary.errors import ConfigError
@@ -167,13 +167,18 @@ def check_processor(processor: Any, version: str) -> None:
     _refuse(missing, version)
 
 
+def input_buffers(processor: Any, side: Literal["host_io", "device_io"]) -> list[Any]:
+    """The buffers of a processor's inputs: one of a pair each where it batches asynchronously."""
+    buffers = processor.inputs_and_outputs
+    return [getattr(pair, side) for pair in buffers.io_pairs] if hasattr(buffers, "io_pairs") else [buffers]
+
+
 def check_quarantine(processor: Any, version: str) -> None:
     """Raises ConfigError when a batch processor lacks something by which requests and pages are taken out."""
     missing = find_missing(processor, _QUARANTINE, "batch_processor")
     for name, allocator in processor.cache.cache_allocators.items():
         missing += find_missing(allocator, _QUARANTINE_ALLOCATOR, f"cache_allocators[{name!r}]")
-    buffers = processor.inputs_and_outputs
-    for item in [pair.host_io for pair in buffers.io_pairs] if hasattr(buffers, "io_pairs") else [buffers]:
+    for item in input_buffers(processor, "host_io"):
         missing += find_missing(item, _QUARANTINE_BUFFERS, "inputs_and_outputs")
     _refuse(missing + _missing_in_state(_QUARANTINE_STATE), version)
 

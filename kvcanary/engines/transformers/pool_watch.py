@@ -11,7 +11,7 @@ import torch
 
 from kvcanary.engines.base import Patches
 from kvcanary.engines.transformers.block_pool import BlockPool
-from kvcanary.engines.transformers.contract import check_processor, check_quarantine
+from kvcanary.engines.transformers.contract import check_processor, check_quarantine, input_buffers
 from kvcanary.engines.transformers.quarantine import Healer
 from kvcanary.engines.transformers.requests import Facts, Requests
 from kvcanary.engines.transformers.rows import Rows
@@ -202,9 +202,7 @@ class PoolWatch:
             graph.reset()
 
     def _graph_buffers(self) -> Iterator[dict[Any, Any]]:
-        io = self.processor.inputs_and_outputs
-        owners = [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]
-        for owner in owners:
+        for owner in input_buffers(self.processor, "device_io"):
             yield owner.graphs._storage  # noqa: SLF001 - the engine's buffer has no way to empty it
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from kvcanary.engines.transformers.contract import input_buffers
 from kvcanary.engines.transformers.prefix_index import PrefixIndex
 from kvcanary.events import PagesQuarantined, QuarantineFailed, RequestQuarantined
 
@@ -229,8 +230,7 @@ class Healer:
         )
 
     def _host_buffers(self) -> list[Any]:
-        buffers = self._processor.inputs_and_outputs
-        return [pair.host_io for pair in buffers.io_pairs] if hasattr(buffers, "io_pairs") else [buffers]
+        return input_buffers(self._processor, "host_io")
 
 
 def _fresh(state: Any) -> Any:

@@ -35,6 +35,12 @@ class GroupView:
     ring: int | None = None
 
 
+def ring_of(owner: Any) -> int | None:
+    """The sliding window of what hands out a group's blocks, in tokens."""
+    window = getattr(owner, "sliding_window", None)
+    return None if window is None else int(window)
+
+
 class Rows:
     """Fills the rows when the engine fixes its batch, and makes the :class:`ForwardBatch` when its model runs.
 

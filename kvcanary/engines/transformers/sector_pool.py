@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcanary.engines.transformers.rows import GroupView
+from kvcanary.engines.transformers.rows import GroupView, ring_of
 from kvcanary.layout import Arena, AttentionGroup, KVSource, PoolLayout
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SectorPool:
     def views(self) -> tuple[GroupView, ...]:
         """Where a forward's keywords have each group."""
         return tuple(
-            GroupView(allocator.index, name, _ring(allocator))
+            GroupView(allocator.index, name, ring_of(allocator))
             for name, allocator in zip(self._names, self._allocators, strict=True)
         )
 
@@ -74,7 +74,7 @@ class SectorPool:
                         f"layer{layer}.{component}", view, layer=layer, component=component, first_head=tp_rank
                     )
                 )
-        ring = _ring(allocator)
+        ring = ring_of(allocator)
         return AttentionGroup(
             name=name,
             kind="full" if ring is None else "swa",
@@ -155,11 +155,6 @@ class SectorPool:
         # Last: from here on blocks are told, so whoever asks for them must be known already.
         patches.wrap(self._cache.pool, "free_blocks", wires.free_blocks)
         patches.wrap(self._cache.pool, "get_free_blocks", wires.get_free_blocks)
-
-
-def _ring(allocator: Any) -> int | None:
-    window = getattr(allocator, "sliding_window", None)
-    return None if window is None else int(window)
 
 
 class _Wires:
