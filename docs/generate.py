@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def code(text: str) -> str:
     return f"`{cell(text)}`" if text else ""
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A table without its empty columns, or nothing where there are no rows."""
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     lines = [*zip(*columns, strict=True)]
@@ -219,12 +219,14 @@ def settings_page() -> str:
         for node in ast.parse(inspect.getsource(config)).body
         if isinstance(node, ast.ClassDef) and node.name == "CanaryConfig"
     )
-    kinds = {field.name: field.type for field in msgspec.inspect.type_info(config.CanaryConfig).fields}
+    info = typing.cast("msgspec.inspect.StructType", msgspec.inspect.type_info(config.CanaryConfig))
+    kinds = {field.name: field.type for field in info.fields}
     values = config.CanaryConfig(mode="off")
     rows = []
     for field in fields_of(node):
         default = "required" if field.name == "mode" else code(repr(getattr(values, field.name)))
-        allowed = config._expected(kinds[field.name])  # noqa: SLF001 - the words of its own errors
+        # The words of its own errors.
+        allowed = config._expected(kinds[field.name])  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         text = OWN_WORDS.get(field.name) or field.text
         rows.append((code(field.name), code(config.PREFIX + field.name.upper()), cell(allowed), default, cell(text)))
     head = ("setting", "variable", "value", "default", "meaning")
