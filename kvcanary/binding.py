@@ -32,6 +32,7 @@ class Binding:
         next_forward: number of the next forward, from 1 in each run.
         run: id of the run; "" before the first pool.
         kernels: of the pool's device; None before the first pool.
+        registry: live requests with their rows and tags.
     """
 
     def __init__(self, config: CanaryConfig) -> None:
@@ -41,7 +42,7 @@ class Binding:
         self.kernels: Kernels | None = None
         self._layout: PoolLayout | None = None
         self._state: DeviceState | None = None
-        self._registry = Registry(0)
+        self.registry = Registry(0)
         self._armed = False
         self._poison: PoisonMode = "off"
         self._pending: list[DeviceFact] = []
@@ -67,11 +68,6 @@ class Binding:
         if self._state is None:
             raise BatchError(_UNBOUND)
         return self._state
-
-    @property
-    def registry(self) -> Registry:
-        """Live requests with their rows and tags."""
-        return self._registry
 
     @property
     def armed(self) -> bool:
@@ -145,7 +141,7 @@ class Binding:
         )
         self._state = DeviceState(layout, make_keys(config.key), limits)
         self._layout, self.kernels = layout, kernels
-        self._registry = Registry(max_rows)
+        self.registry = Registry(max_rows)
         self._pending.clear()
         self._late.clear()
         self._places.clear()

@@ -130,7 +130,7 @@ class Canary(Transfers, Tools):
         self.run = started.run
         self.facts.new_run()
         self.facts.spaces = {g.name: g.arena for g in layout.groups if g.arena is not None}
-        self.feed.begin(started, self._ring, Decoder(layout, self._registry.name_of), self.state.keys)
+        self.feed.begin(started, self._ring, Decoder(layout, self.registry.name_of), self.state.keys)
         self.drain.wake()
 
     def unbind(self) -> None:

@@ -325,7 +325,7 @@ class Lifecycle(Reporting):
         self._pending.append(fact)
 
     def _tag_of(self, request: str | None) -> int:
-        entry = self._registry.get(request) if request else None
+        entry = self.registry.get(request) if request else None
         return 0 if entry is None else entry.tag
 
     def _log_pages(self, kind: str, group: int, request: str | None, pages: Pages) -> None:
