@@ -32,6 +32,7 @@ from kvcanary.events import (
     RunStopped,
     StatsReported,
     SwaDivergenceObserved,
+    Ticked,
     UnknownEvent,
     ViolationDetected,
     event_types,
@@ -90,6 +91,16 @@ def _filled(info: inspect.Type, name: str, integer: Value, text: Value) -> Any: 
             return fill(next(part for part in types if not isinstance(part, inspect.NoneType)))
         case _:
             raise AssertionError(f"no value for {info}")
+
+
+def started(run: str = "r", **fields: Any) -> RunStarted:
+    """The beginning of a run of nobody."""
+    return RunStarted(run=run, origin=Origin(), **fields)
+
+
+def ticks(count: int) -> list[Event]:
+    """Seconds."""
+    return [Ticked() for _ in range(count)]
 
 
 def incidents(**fields: Any) -> list[Event]:

@@ -13,8 +13,9 @@ import pytest
 from kvcanary import delivery
 from kvcanary.bus import Bus, Subscription
 from kvcanary.delivery import SinkReport
-from kvcanary.events import Event, EventsDropped, ObserverFailed, Origin, RunStarted, Ticked
+from kvcanary.events import Event, EventsDropped, ObserverFailed
 from kvcanary.observers.base import ObserverSpec, observer
+from tests.host.samples import started, ticks
 
 SOON = 10.0
 """Seconds after which a test that waits for something has failed."""
@@ -47,14 +48,6 @@ async def bus() -> AsyncIterator[Bus]:
     bus = Bus()
     yield bus
     await in_thread(lambda: bus.close(time.monotonic() + SOON))
-
-
-def started() -> RunStarted:
-    return RunStarted(run="r", origin=Origin())
-
-
-def ticks(count: int) -> list[Event]:
-    return [Ticked() for _ in range(count)]
 
 
 def publish_from_thread(bus: Bus, batches: int, size: int) -> Callable[[], None]:

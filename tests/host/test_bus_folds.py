@@ -17,14 +17,13 @@ from kvcanary.events import (
     HazardCounted,
     HealthChecked,
     ObserverFailed,
-    Origin,
-    RunStarted,
     SnapshotTaken,
     StatsReported,
     Ticked,
 )
 from kvcanary.folding import MAX_FAILURES
 from kvcanary.observers.base import ObserverSpec
+from tests.host.samples import started
 
 
 class Plain:
@@ -46,10 +45,6 @@ class Plain:
     def handle(self, event: Event) -> Iterable[Event] | None:
         self.seen.append(event)
         return self._handle(event)
-
-
-def started(run: str = "r") -> RunStarted:
-    return RunStarted(run=run, origin=Origin(), time_ns=5, monotonic_ns=5)
 
 
 def explode(_: Event) -> None:

@@ -18,24 +18,16 @@ from kvcanary.events import (
     EventsDropped,
     HazardCounted,
     ObserverFailed,
-    Origin,
     RunStarted,
     RunStopped,
     Ticked,
 )
 from kvcanary.observers.base import MAX_FAILURES, ObserverSpec, OnFull, observer
 from kvcanary.queues import EventQueue, ThreadSignal
+from tests.host.samples import started, ticks
 
 SOON = 10.0
 """Seconds after which a test that waits for something has failed."""
-
-
-def started(run: str = "r") -> RunStarted:
-    return RunStarted(run=run, origin=Origin())
-
-
-def ticks(count: int) -> list[Event]:
-    return [Ticked() for _ in range(count)]
 
 
 class Collector:
