@@ -18,6 +18,7 @@ from msgspec import Meta, inspect
 from kvcanary.errors import ConfigError
 
 Mode = Literal["off", "log", "raise", "quarantine"]
+Backend = Literal["auto", "triton", "reference"]
 PREFIX = "KVCANARY_"
 SECRET_FIELDS = frozenset({"key"})
 
@@ -98,7 +99,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop_deadline_s: Seconds = 5.0
     flush_deadline_s: Seconds = 1.0
     """how long `Canary.flush()` waits, a pool's last findings are waited for, and an error waits for its journal"""
-    backend: Literal["auto", "triton", "reference"] = "auto"
+    backend: Backend = "auto"
     key: int | None = None
     """secret shared by transfer peers (64 bits); None: random per run"""
     snapshots: Bound = 64

@@ -13,6 +13,7 @@ import msgspec
 
 from kvcanary.cli.benches.running import Setting, describe_machine
 from kvcanary.cli.interpreter import interpret_triton
+from kvcanary.config import Backend
 from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CLEAN_EVERY = 3
 def selftest(
     *,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    backend: Literal["auto", "triton", "reference"] = "auto",
+    backend: Backend = "auto",
     cases: int | None = None,
     forwards: int = 8,
     seed: int = 0,
@@ -110,7 +111,7 @@ def _kernels(backend: str, where: str, count: int, forwards: int, seed: int) -> 
     }
 
 
-def fault_matrix(backend: str, device: str, faults: Sequence[str], seed: int) -> dict[str, Any]:
+def fault_matrix(backend: Backend, device: str, faults: Sequence[str], seed: int) -> dict[str, Any]:
     """The fault matrix as plain values. On a CPU it runs on the reference: the interpreter takes hours."""
     from kvcanary.faults.matrix import matrix
 

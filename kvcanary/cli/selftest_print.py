@@ -50,8 +50,10 @@ def _print_kernels(console: Console, report: dict[str, Any]) -> None:
 
 def _print_matrix(console: Console, matrix: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("fault", "left"), ("named by", "left"), ("forwards later", "right"), ("styles", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("fault", "named by"):
+        table.add_column(name)
+    for name in ("forwards later", "styles"):
+        table.add_column(name, justify="right")
     for fault, group in groupby(matrix["cells"], key=lambda cell: cell["fault"]):
         cells = list(group)
         kinds = ", ".join(sorted({cell["detected_by"] for cell in cells if cell["detected_by"]})) or "nobody"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvcanary.config import CanaryConfig
+from kvcanary.config import Backend, CanaryConfig
 from kvcanary.engines.simulated import STYLES, Style, Wrong
 from kvcanary.errors import ConfigError
 from kvcanary.faults.agreement import concerns, deadline, disagreements, names_of
@@ -49,7 +49,7 @@ class Cell:
 
 def matrix(
     *,
-    backend: str = "auto",
+    backend: Backend = "auto",
     device: str = "cpu",
     faults: Sequence[str] = (),
     styles: Sequence[str] = (),
@@ -69,13 +69,13 @@ def matrix(
     Raises:
         ConfigError: no such fault or style, or none that go together.
     """
-    for name, known in ((name, SIMULATED) for name in faults):
-        if name not in known:
-            raise ConfigError(f"no fault {name!r}; known are {', '.join(known)}")
+    for name in faults:
+        if name not in SIMULATED:
+            raise ConfigError(f"no fault {name!r}; known are {', '.join(SIMULATED)}")
     for name in styles:
         if name not in STYLES:
             raise ConfigError(f"no style {name!r}; styles are {', '.join(STYLES)}")
-    config = CanaryConfig(mode="log", key=7, stats_every=0, health_every=0, backend=backend)  # type: ignore[arg-type]
+    config = CanaryConfig(mode="log", key=7, stats_every=0, health_every=0, backend=backend)
     cells: list[Cell] = []
     for fault in faults or SIMULATED:
         for style in styles or STYLES:

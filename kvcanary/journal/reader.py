@@ -165,8 +165,7 @@ class JournalFile:
         if known != equal:
             raise KeyError(f"findings have no column {', '.join(sorted(equal.keys() - known.keys()))}")
         where = " AND ".join(f'"{name}" = ?' for name in known) or "1"
-        # The names are those of the class above, never a caller's text.
-        query = f"SELECT * FROM findings WHERE {where} ORDER BY seq"  # noqa: S608
+        query = f"SELECT * FROM findings WHERE {where} ORDER BY seq"  # noqa: S608 - names of the class, no caller's text
         return [Finding(*row) for row in self._rows(query, tuple(known.values()))]
 
     def gaps(self) -> list[Gap]:

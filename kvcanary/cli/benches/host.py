@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -141,15 +142,16 @@ def _spin(setting: Setting) -> Call:
     if setting.device != "cuda":
         return lambda: None
     cuda: Any = torch.cuda
+    spin: Callable[[int], None] = cuda._sleep  # noqa: SLF001 - the one spin kernel that torch has
     cycles = 1 << 20
     for _ in range(2):  # the second time the clock has come up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        cuda._sleep(cycles)  # noqa: SLF001 - the one spin kernel that torch has
+        spin(cycles)
         end.record()
         end.synchronize()
         cycles = int(cycles * SPIN_MS / start.elapsed_time(end))
-    return lambda: cuda._sleep(cycles)  # noqa: SLF001
+    return lambda: spin(cycles)
 
 
 def _spread(values: list[float]) -> dict[str, float]:

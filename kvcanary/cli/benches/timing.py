@@ -43,7 +43,10 @@ class Timer(Protocol):
 
 def make_timer(setting: Setting) -> Timer:
     """The timer of a setting's device; kept for all rows."""
-    make: Callable[[], Timer] = lambda: GraphTimer(setting) if setting.device == "cuda" else WallTimer(setting)  # noqa: E731
+
+    def make() -> Timer:
+        return GraphTimer(setting) if setting.device == "cuda" else WallTimer(setting)
+
     return setting.keep("timer", make)
 
 
