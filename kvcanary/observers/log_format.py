@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 
@@ -164,13 +164,28 @@ def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
     """
     fields = msgspec.structs.asdict(event)
     del fields["time_ns"]
-    for own, value in fields.items():
-        name = own if own not in _TAKEN else f"field.{own}"
-        if type(value) in _SCALARS:
-            flat[name] = value if type(value) is not int or -SAFE_INTEGER <= value <= SAFE_INTEGER else str(value)
-        else:
-            _flatten(flat, name, msgspec.to_builtins(value))
+    if not fields.keys().isdisjoint(_TAKEN):
+        fields = {name if name not in _TAKEN else f"field.{name}": value for name, value in fields.items()}
+    if _is_flat(fields.values()):
+        flat.update(fields)
+        return flat
+    for name, value in fields.items():
+        _flatten(flat, name, value if type(value) in _SCALARS else msgspec.to_builtins(value))
     return flat
+
+
+def _is_flat(values: Iterable[Any]) -> bool:
+    """Whether all can be written as they are: most events, and those that come in floods."""
+    for value in values:
+        kind = type(value)
+        if kind is str or value is None:
+            continue
+        if kind is int:
+            if value > SAFE_INTEGER or value < -SAFE_INTEGER:
+                return False
+        elif kind not in _SCALARS:
+            return False
+    return True
 
 
 def rename(shape: Profile, service: str = "") -> Processor:
