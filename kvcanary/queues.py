@@ -38,23 +38,34 @@ class Signal(Protocol):
 
 
 class ThreadSignal:
-    """For a consumer with a thread of its own: sleeping blocks the thread."""
+    """For a consumer with a thread of its own: sleeping blocks the thread.
+
+    A lock that is free when somebody woke it; an ``Event`` of the standard library makes one for each sleep.
+    """
 
     def __init__(self) -> None:
-        self._flag = threading.Event()
-        self.wake = self._flag.set
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        """Let the thread's present or next sleep end."""
+        with contextlib.suppress(RuntimeError):  # it is free: somebody else woke it, or it does not sleep
+            self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until somebody woke it, or so many seconds have passed."""
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     async def sleep(self, seconds: float | None = None) -> None:
-        """Block until somebody woke it; yields to no loop."""
-        self._flag.wait(seconds)
-        self._flag.clear()
+        """:meth:`wait`; yields to no loop."""
+        self.wait(seconds)
 
     def close(self) -> None:
         """Nothing to release."""
 
     def hang_up(self) -> None:
         """Wake a last time."""
-        self._flag.set()
+        self.wake()
 
 
 class SocketSignal:
