@@ -192,7 +192,7 @@ class EventQueue:
             batch: list[Event] = []
             if self._gap.count and (self._oldest or not self._items):
                 batch.append(self._gap.tell(self.name, seq=self._gap.last))
-            taken = [self._items.popleft() for _ in range(min(limit, len(self._items)))]
+            taken = self._next(limit)
             told = sum(map(self._tells_of_gap, taken)) if self._told else 0
             self._told -= told
             self._in_hand = len(taken) - told
@@ -238,6 +238,13 @@ class EventQueue:
         """Whether all was taken and done with, or the consumer ended, before the monotonic time ``until``."""
         with self._lock:
             return self._idle.wait_for(lambda: self._released or not self.pending, seconds_left(until))
+
+    def _next(self, limit: int) -> list[Event]:
+        if len(self._items) > limit:
+            return [self._items.popleft() for _ in range(limit)]
+        taken = list(self._items)
+        self._items.clear()
+        return taken
 
     def _rouse(self) -> None:
         if self._asleep:

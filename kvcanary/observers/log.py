@@ -148,7 +148,12 @@ class _JsonLines:
     """A structlog logger of our own, whose lines go to a stream a batch at a time."""
 
     def __init__(
-        self, open_stream: Callable[[], ByteStream], *, owned: bool, naming: Processor, extra: tuple[Processor, ...]
+        self,
+        open_stream: Callable[[], ByteStream],
+        *,
+        owned: bool,
+        naming: tuple[Processor, ...],
+        extra: tuple[Processor, ...],
     ) -> None:
         self._open_stream = open_stream
         self._owned = owned
@@ -157,7 +162,7 @@ class _JsonLines:
         # Every argument is given, so that nothing comes from the host's structlog.configure().
         log: Any = structlog.wrap_logger(
             cast("Any", self._lines),
-            processors=[*cast("Any", extra), cast("Any", naming), _render],
+            processors=[*cast("Any", (*extra, *naming)), _render],
             wrapper_class=_EventLogger,
             context_class=dict,
             cache_logger_on_first_use=True,
@@ -252,7 +257,7 @@ class _HostLogger:
         """It is not ours to close."""
 
 
-def _writer(target: object, naming: Processor, extra: tuple[Processor, ...]) -> _Writer:
+def _writer(target: object, naming: tuple[Processor, ...], extra: tuple[Processor, ...]) -> _Writer:
     if isinstance(target, (logging.Logger, logging.LoggerAdapter)) or hasattr(target, "bind"):
         return _HostLogger(target, extra)
     if target in ("-", "stderr"):

@@ -188,15 +188,17 @@ def _is_flat(values: Iterable[Any]) -> bool:
     return True
 
 
-def rename(shape: Profile, service: str = "") -> Processor:
-    """A structlog processor that gives a line the names of ``shape``; ``service``: for aggregators that know such."""
+def rename(shape: Profile, service: str = "") -> tuple[Processor, ...]:
+    """The structlog processor that gives a line the names of ``shape``, if it is not named so already.
+
+    ``service``: for aggregators that know such.
+    """
+    if shape == Profile():
+        return ()
     constants = dict(shape.constants) | ({shape.service: service} if shape.service else {})
     trace = {name: getattr(shape, name) for name in _TRACE}
-    plain = shape == Profile()
 
     def process(_logger: Any, _method: str, fields: Fields) -> Fields:
-        if plain:
-            return fields
         level, event = fields.pop("level"), fields.pop("event")
         line: dict[str, Any] = {
             shape.time: fields.pop("timestamp"),
@@ -216,7 +218,7 @@ def rename(shape: Profile, service: str = "") -> Processor:
         line.update({shape.prefix + name: value for name, value in fields.items()} if shape.prefix else fields)
         return line
 
-    return process
+    return (process,)
 
 
 def severity_number(level: str) -> int:
