@@ -177,7 +177,7 @@ def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
 def _is_flat(values: Iterable[Any]) -> bool:
     """Whether all can be written as they are: most events, and those that come in floods."""
     for value in values:
-        kind = type(value)
+        kind: type[Any] = type(value)
         if kind is str or value is None:
             continue
         if kind is int:

@@ -28,7 +28,7 @@ def redact(event: Event) -> Event:
         return _envelope(event)
     shown = event
     for name in _secrets(type(event)):
-        value = getattr(event, name)
+        value: object = getattr(event, name)
         nothing = _NOTHING.get(type(value))
         if value != nothing:
             if shown is event:
