@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 
@@ -174,10 +174,10 @@ def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _is_flat(values: Iterable[Any]) -> bool:
+def _is_flat(values: Collection[Any]) -> bool:
     """Whether all can be written as they are: most events, and those that come in floods."""
     for value in values:
-        kind: type[Any] = type(value)
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType] - of whatever an event holds
         if kind is str or value is None:
             continue
         if kind is int:
