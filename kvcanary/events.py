@@ -9,6 +9,7 @@ origin, and ``forward``; derived ones also say ``cause`` (the ``seq`` they follo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -538,6 +539,7 @@ E = TypeVar("E", bound=type[Event])
 _ABSTRACT = {Event, Derived, Fact, PagesFact}
 
 
+@functools.cache  # msgspec makes a new object at each look at a type's configuration
 def _tag(cls: type[Event]) -> str:
     return str(cls.__struct_config__.tag)
 

@@ -88,6 +88,8 @@ class Folding:
         else:
             force_setattr(event, "seq", seq)
         out.append(event)
+        if not route:
+            return
         derived: list[tuple[Event, int]] = []
         for index, handle in route:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -102,29 +103,23 @@ class _Order:
             name = call.row[0]
             return max(self._lives.get(name, -1), self._owners.get(name, -1)) <= place
         last, pages = self._touched(call)
-        for page in pages:
-            if last.get(page, -1) > place:
-                return False
+        if not last.keys().isdisjoint(pages) and any(last.get(page, -1) > place for page in pages):
+            return False
         return not self._lives or all(self._lives.get(name, -1) <= place for name in _names(call))
 
     def _note(self, call: PagesCall | RequestCall | EventCall, place: int) -> None:
         if isinstance(call, PagesCall):
             last, pages = self._touched(call)
-            for page in pages:
-                last[page] = place
-            if isinstance(call.request, str):
-                self._own(call.request, place)
-            else:
-                for request in call.request:
-                    self._own(request, place)
+            last.update(dict.fromkeys(pages, place))
+            owners = self._owners
+            for request in _names(call):
+                # A call that joined an earlier fact must not make the request's last one look earlier than it is.
+                if owners.get(request, -1) < place:
+                    owners[request] = place
         elif isinstance(call, RequestCall):
             self._lives[call.row[0]] = place
         else:
             self._wall = place
-
-    def _own(self, request: str, place: int) -> None:
-        # A call that joined an earlier fact must not make the request's last one look earlier than it is.
-        self._owners[request] = max(place, self._owners.get(request, -1))
 
     def _touched(self, call: PagesCall) -> tuple[dict[int, int], Iterable[int]]:
         """The last fact that touched each page of the memory that the call's pages lie in, and which those are."""
@@ -197,6 +192,8 @@ def page_runs(request: int, pages: tuple[int, ...]) -> list[PageRun]:
     first, count = int(pages[0]), len(pages)
     if pages[-1] - first == count - 1 and pages == tuple(range(first, first + count)):
         return [PageRun(request, first, count)]
+    if 1 not in map(sub, pages[1:], pages):  # none follows another, as in a pool that has been in use for a while
+        return list(map(PageRun, repeat(request), map(int, pages), repeat(1)))
     runs: list[PageRun] = []
     start = expected = first
     for page in pages:

@@ -1,14 +1,18 @@
-"""The drain: one daemon thread with a small event loop of its own, from source to bus.
+"""The drain: one daemon thread, from source to bus.
 
 Never the server's loop, where one blocking handler would stop the watch. It polls quickly while forwards are
-in flight and slowly otherwise, and waits for no sink, no disk and no other loop. What goes wrong in the source
+in flight and slowly otherwise, and waits for no sink, no disk and no loop. What goes wrong in the source
 (a CUDA error) is data: the run ends with the reason, and what is known is still delivered.
+
+Beside a thread that is busy in Python each look takes the interpreter from it, and a thread that the look wakes
+takes it once more: each time some 50 us are lost to both, besides the work. So looks are then rare, and nobody wakes
+the drain.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import sys
 import threading
 import time
 import warnings
@@ -26,11 +30,16 @@ from kvcanary.delivery import SinkReport
 from kvcanary.endings import Deadline, Vigil, seconds_left
 from kvcanary.errors import CanaryStalledError, ConfigError
 from kvcanary.events import Event, EventsDropped, RunStarted, Ticked
+from kvcanary.queues import ThreadSignal
 
 POLL_SECONDS = 0.001
-"""Between looks while forwards are in flight. Loops wait for whole milliseconds, so less would be no less."""
+"""Between looks while forwards are in flight."""
 IDLE_SECONDS = 0.05
 """Between looks otherwise; :meth:`Drain.wake` ends it early."""
+BUSY_SECONDS = 0.04
+"""Between looks while another thread keeps the interpreter busy."""
+BUSY_LOOKS = 3
+"""So many looks in a row have come late then: one may be the system's doing."""
 TICK_SECONDS = 1.0
 SUBMIT_CAPACITY = 65536
 _READ_SHARE, _FLUSH_SHARE, _CLOSE_SHARE = 0.4, 0.75, 0.95
@@ -106,10 +115,11 @@ class Drain:
         self._flushes: deque[threading.Event] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._vigil: Vigil | None = None
+        self._signal = ThreadSignal()
         self._asleep = self._wanted = False
+        self._due = 0.0  # when the next look should be
+        self._late = 0  # looks in a row that another thread has held up
         self._next_tick = 0.0
         self._failure = ""
         self._stopping: _Stopping | None = None
@@ -184,7 +194,7 @@ class Drain:
             return False
         passed = threading.Event()
         self._flushes.append(passed)
-        self.wake()
+        self._rouse()
         return passed.wait(seconds_left(time.monotonic() + timeout))
 
     def stop(self, deadline: float = 5.0) -> DrainReport:
@@ -206,7 +216,7 @@ class Drain:
         elif thread is threading.current_thread():
             return DrainReport(reason="asked on the drain's own thread, which ends after this event", clean=False)
         else:
-            self.wake()
+            self._rouse()
             stopping.done.wait(seconds_left(stopping.deadline.at(1.0) + 0.1))
         return stopping.report or self._report_stuck(stopping)
 
@@ -218,42 +228,26 @@ class Drain:
     # --- the drain's thread -------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        loop = self._loop = asyncio.new_event_loop()
-        loop.call_soon(self._turn, loop)
-        try:
-            loop.run_forever()
-        finally:
-            self._asleep = False
-            self._loop = None
-            loop.close()
+        while (stopping := self._stopping) is None:
+            self._wanted = False
+            self._sleep(self._pass())
+        self._finish(stopping)
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One look at everything, and the timer for the next."""
-        self._asleep = self._wanted = False
-        stopping = self._stopping
-        if stopping is not None:
-            loop.stop()
-            if not stopping.done.is_set():  # a late wake-up comes after the end
-                self._finish(stopping)
-            return
-        delay = self._pass()
-        self._asleep = delay > POLL_SECONDS
-        if self._asleep and self._wanted:  # came between the look and the line above
-            self._asleep, delay = False, 0.0
-        self._timer = loop.call_later(delay, self._turn, loop)
+    def _sleep(self, seconds: float) -> None:
+        """Until the next look, and find out whether it comes late."""
+        busy = self._late >= BUSY_LOOKS
+        self._due = time.monotonic() + (BUSY_SECONDS if busy else seconds)
+        self._asleep = seconds > POLL_SECONDS and not busy
+        if not (self._asleep and self._wanted):  # else something came between the look and the line above
+            self._signal.wait(seconds_left(self._due))
+        self._asleep = False
+        # Who asks a busy thread for the interpreter gets it after a switch interval.
+        held_up = time.monotonic() - self._due > sys.getswitchinterval() / 2
+        self._late = self._late + 1 if held_up else 0
 
     def _rouse(self) -> None:
-        loop = self._loop
-        try:
-            if loop is not None:
-                loop.call_soon_threadsafe(self._roused, loop)
-        except RuntimeError:  # the loop was closed meanwhile
-            return
-
-    def _roused(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._turn(loop)
+        self._due = time.monotonic()
+        self._signal.wake()
 
     def _pass(self) -> float:
         """Read, publish, tick, answer flushes; returns the seconds until the next look."""
@@ -363,10 +357,9 @@ class Drain:
         self.stop()
 
     def forked(self) -> None:
-        """This is a copy in a forked child. It must not touch the loop, whose wake-up socket the parent reads."""
+        """This is a copy in a forked child: the thread is not there."""
         self._inert = True
         self._asleep = False
-        self._loop = None
 
     def _is_inert(self) -> bool:
         if self._inert and not self._told_inert:

@@ -38,23 +38,34 @@ class Signal(Protocol):
 
 
 class ThreadSignal:
-    """For a consumer with a thread of its own: sleeping blocks the thread."""
+    """For a consumer with a thread of its own: sleeping blocks the thread.
+
+    A lock that is free when somebody woke it; an ``Event`` of the standard library makes one for each sleep.
+    """
 
     def __init__(self) -> None:
-        self._flag = threading.Event()
-        self.wake = self._flag.set
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        """Let the thread's present or next sleep end."""
+        with contextlib.suppress(RuntimeError):  # it is free: somebody else woke it, or it does not sleep
+            self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until somebody woke it, or so many seconds have passed."""
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     async def sleep(self, seconds: float | None = None) -> None:
-        """Block until somebody woke it; yields to no loop."""
-        self._flag.wait(seconds)
-        self._flag.clear()
+        """:meth:`wait`; yields to no loop."""
+        self.wait(seconds)
 
     def close(self) -> None:
         """Nothing to release."""
 
     def hang_up(self) -> None:
         """Wake a last time."""
-        self._flag.set()
+        self.wake()
 
 
 class SocketSignal:
@@ -181,7 +192,7 @@ class EventQueue:
             batch: list[Event] = []
             if self._gap.count and (self._oldest or not self._items):
                 batch.append(self._gap.tell(self.name, seq=self._gap.last))
-            taken = [self._items.popleft() for _ in range(min(limit, len(self._items)))]
+            taken = self._next(limit)
             told = sum(map(self._tells_of_gap, taken)) if self._told else 0
             self._told -= told
             self._in_hand = len(taken) - told
@@ -227,6 +238,13 @@ class EventQueue:
         """Whether all was taken and done with, or the consumer ended, before the monotonic time ``until``."""
         with self._lock:
             return self._idle.wait_for(lambda: self._released or not self.pending, seconds_left(until))
+
+    def _next(self, limit: int) -> list[Event]:
+        if len(self._items) > limit:
+            return [self._items.popleft() for _ in range(limit)]
+        taken = list(self._items)
+        self._items.clear()
+        return taken
 
     def _rouse(self) -> None:
         if self._asleep:

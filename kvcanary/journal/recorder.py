@@ -264,7 +264,7 @@ class _Notes(dict[type[Event], "Callable[[Any, Frame], None] | None"]):
 
     def take(self, events: Sequence[Event], frame: Frame) -> None:
         """Note these events."""
-        for event in [event for event in events if self[type(event)] is not None]:
+        for event in events:
             note = self[type(event)]
             if note is not None:
                 note(event, frame)

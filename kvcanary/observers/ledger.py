@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple, replace
 
-from kvcanary.events import GroupInfo
+from kvcanary.events import GroupInfo, PageRun
 
 FREE, HELD, UNKNOWN = 0, 1, 2
 
@@ -194,6 +194,17 @@ class Space:
         if part.count(entry) == count:
             return ((first, count, entry),)
         return _split(first, part)
+
+    def walk(self, runs: Iterable[PageRun]) -> Iterator[tuple[int, int, int, Entry | None]]:
+        """The spans of runs one after another, each behind its run's ``request``; each is read when it is its turn."""
+        entries = self.entries
+        for run in runs:
+            first = run.first
+            if run.count == 1 and 0 <= first < len(entries):
+                yield run.request, first, 1, entries[first]
+                continue
+            for span, count, entry in self.spans(first, run.count):
+                yield run.request, span, count, entry
 
     def put(self, first: int, count: int, entry: Entry | None) -> None:
         """Give pages an entry; they have been asked for by :meth:`spans`."""

@@ -81,7 +81,7 @@ class _Writer(Protocol):
 
     def open(self) -> None: ...
 
-    def write(self, level: str, event: Event, run: str) -> None: ...
+    def write(self, level: str, event: Event, run: str, /) -> None: ...
 
     def commit(self) -> None: ...
 
@@ -132,13 +132,13 @@ class LogSink:
 
     def handle_batch(self, events: Sequence[Event]) -> None:
         """Write a line for each event that is loud enough."""
+        write = self._writer.write
         for event in events:
             level = level_of(event)
             if isinstance(event, RunStarted):
                 self._run = event.run
-            if level_number(level) >= self._least:
-                shown = withhold(event) if self._redact else event
-                self._writer.write(level, shown, self._run)
+            if _LEVELS[level] >= self._least:
+                write(level, withhold(event) if self._redact else event, self._run)
         self._writer.commit()
 
     def close(self) -> None:
@@ -150,7 +150,12 @@ class _JsonLines:
     """A structlog logger of our own, whose lines go to a stream a batch at a time."""
 
     def __init__(
-        self, open_stream: Callable[[], ByteStream], *, owned: bool, naming: Processor, extra: tuple[Processor, ...]
+        self,
+        open_stream: Callable[[], ByteStream],
+        *,
+        owned: bool,
+        naming: tuple[Processor, ...],
+        extra: tuple[Processor, ...],
     ) -> None:
         self._open_stream = open_stream
         self._owned = owned
@@ -159,19 +164,16 @@ class _JsonLines:
         # Every argument is given, so that nothing comes from the host's structlog.configure().
         log: Any = structlog.wrap_logger(
             cast("Any", self._lines),
-            processors=[_expand, *cast("Any", extra), cast("Any", naming), _render],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+            processors=[*cast("Any", (*extra, *naming)), _render],
+            wrapper_class=_EventLogger,
             context_class=dict,
             cache_logger_on_first_use=True,
         ).bind()
-        self._methods: dict[str, Callable[..., object]] = {level: getattr(log, level) for level in _LEVELS}
+        self.write: Callable[[str, Event, str], None] = log.tell
 
     def open(self) -> None:
         if self._stream is None:
             self._stream = self._open_stream()
-
-    def write(self, level: str, event: Event, run: str) -> None:
-        self._methods[level](event_name(event), source=event, run=run)
 
     def commit(self) -> None:
         pending = self._lines.take()
@@ -188,6 +190,29 @@ class _JsonLines:
             cast("Any", stream).close()
 
 
+class _EventLogger(structlog.BoundLoggerBase):
+    """Makes the fields of a line itself: as keyword arguments, thirty of them would cost more than their JSON."""
+
+    def tell(self, level: str, event: Event, run: str) -> None:
+        """Log one event."""
+        fields: Any = flat_fields(
+            event,
+            {
+                "timestamp": iso_time(event.time_ns),
+                "level": level,
+                "event": event_name(event),
+                "logger": LOGGER_NAME,
+                "run": run,
+            },
+        )
+        try:
+            for process in self._processors:
+                fields = process(self._logger, level, fields)
+        except structlog.DropEvent:
+            return
+        self._logger.msg(fields)
+
+
 class _Lines:
     """What structlog writes to: rendered lines, until the batch is complete.
 
@@ -200,11 +225,10 @@ class _Lines:
     def msg(self, line: bytes) -> None:
         self._lines.append(line)
 
-    debug = info = warning = error = critical = msg
-
     def take(self) -> bytes:
+        self._lines.append(b"")  # so that the last line ends as the others do
         lines, self._lines = self._lines, []
-        return b"".join(line + b"\n" for line in lines)
+        return b"\n".join(lines)
 
 
 class _HostLogger:
@@ -235,7 +259,7 @@ class _HostLogger:
         """It is not ours to close."""
 
 
-def _writer(target: object, naming: Processor, extra: tuple[Processor, ...]) -> _Writer:
+def _writer(target: object, naming: tuple[Processor, ...], extra: tuple[Processor, ...]) -> _Writer:
     if isinstance(target, (logging.Logger, logging.LoggerAdapter)) or hasattr(target, "bind"):
         return _HostLogger(target, extra)
     if target in ("-", "stderr"):
@@ -273,19 +297,6 @@ def level_number(level: str) -> int:
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _ENCODER = msgspec.json.Encoder()
-
-
-def _expand(_logger: Any, method: str, fields: Any) -> dict[str, Any]:
-    """First of the processors: the event becomes the line's fields, here rather than by keyword, for speed."""
-    event: Event = fields["source"]
-    line = {
-        "timestamp": iso_time(event.time_ns),
-        "level": method,
-        "event": fields["event"],
-        "logger": LOGGER_NAME,
-        "run": fields["run"],
-    }
-    return flat_fields(event, line)
 
 
 def _render(_logger: Any, _method: str, fields: Any) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 
@@ -166,24 +166,41 @@ def flat_fields(event: Event, flat: dict[str, Any]) -> dict[str, Any]:
     """
     fields = msgspec.structs.asdict(event)
     del fields["time_ns"]
-    for own, value in fields.items():
-        name = own if own not in _TAKEN else f"field.{own}"
-        if type(value) in _SCALARS:
-            flat[name] = value if type(value) is not int or -SAFE_INTEGER <= value <= SAFE_INTEGER else str(value)
-        else:
-            _flatten(flat, name, msgspec.to_builtins(value))
+    if not fields.keys().isdisjoint(_TAKEN):
+        fields = {name if name not in _TAKEN else f"field.{name}": value for name, value in fields.items()}
+    if _is_flat(fields.values()):
+        flat.update(fields)
+        return flat
+    for name, value in fields.items():
+        _flatten(flat, name, value if type(value) in _SCALARS else msgspec.to_builtins(value))
     return flat
 
 
-def rename(shape: Profile, service: str = "") -> Processor:
-    """A structlog processor that gives a line the names of ``shape``; ``service``: for aggregators that know such."""
+def _is_flat(values: Collection[Any]) -> bool:
+    """Whether all can be written as they are: most events, and those that come in floods."""
+    for value in values:
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType] - of whatever an event holds
+        if kind is str or value is None:
+            continue
+        if kind is int:
+            if value > SAFE_INTEGER or value < -SAFE_INTEGER:
+                return False
+        elif kind not in _SCALARS:
+            return False
+    return True
+
+
+def rename(shape: Profile, service: str = "") -> tuple[Processor, ...]:
+    """The structlog processor that gives a line the names of ``shape``, if it is not named so already.
+
+    ``service``: for aggregators that know such.
+    """
+    if shape == Profile():
+        return ()
     constants = dict(shape.constants) | ({shape.service: service} if shape.service else {})
     trace = {name: getattr(shape, name) for name in _TRACE}
-    plain = shape == Profile()
 
     def process(_logger: Any, _method: str, fields: Fields) -> Fields:
-        if plain:
-            return fields
         level, event = fields.pop("level"), fields.pop("event")
         line: dict[str, Any] = {
             shape.time: fields.pop("timestamp"),
@@ -203,7 +220,7 @@ def rename(shape: Profile, service: str = "") -> Processor:
         line.update({shape.prefix + name: value for name, value in fields.items()} if shape.prefix else fields)
         return line
 
-    return process
+    return (process,)
 
 
 def severity_number(level: str) -> int:

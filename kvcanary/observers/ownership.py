@@ -60,6 +60,9 @@ from kvcanary.observers.ledger_checkpoint import restore, state_of
 from kvcanary.observers.ownership_evidence import Evidence
 from kvcanary.observers.ownership_transfers import Transfers
 
+_NONE_YET = Entry(UNKNOWN, 0)
+"""An entry that no page has."""
+
 
 class OwnershipFold:
     """The ledger of a run, at page granularity, with generations.
@@ -173,16 +176,20 @@ class OwnershipFold:
         ledger, forward = self._ledger, fact.forward
         space = ledger.space(fact.group)
         holders = [(ledger.life(name),) for name in fact.requests]
-        for run in fact.runs:
-            new = holders[run.request]
-            for first, count, entry in space.spans(run.first, run.count):
+        # What changed hands together mostly does so again: pages that share an entry go on to share the next one.
+        before: Entry | None = _NONE_YET
+        request, after = -1, _NONE_YET
+        for number, first, count, entry in space.walk(fact.runs):
+            if entry is not before or number != request:
+                before, request, new = entry, number, holders[number]
                 if entry is None:
                     after = Entry(HELD, forward, new)
                 elif entry.state == FREE and entry.notes is NOTHING:
                     after = Entry(HELD, forward, new, entry.past, entry.busy)
                 else:
                     after = self._allot(fact, new[0], Pages(fact.group, first, count), entry)
-                space.put(first, count, after)
+                    before = _NONE_YET  # each page is judged by itself
+            space.put(first, count, after)
 
     def _allot(self, fact: PagesAllocated, life: Life, pages: Pages, entry: Entry) -> Entry:
         if entry.state != FREE:
@@ -229,16 +236,19 @@ class OwnershipFold:
 
     def _freed(self, fact: PagesFreed) -> None:
         space, forward = self._ledger.space(fact.group), fact.forward
-        for run in fact.runs:
-            name = fact.requests[run.request]
-            for first, count, entry in space.spans(run.first, run.count):
-                after: Entry | None
+        before: Entry | None = _NONE_YET
+        after: Entry | None = None
+        request = -1
+        for number, first, count, entry in space.walk(fact.runs):
+            if entry is not before or number != request:
+                before, request, name = entry, number, fact.requests[number]
                 if entry is not None and entry.notes is NOTHING and _is_simply_held(entry, name):
                     past, busy = entry.left(forward)
                     after = Entry(FREE, forward, (), past, busy)
                 else:
                     after = self._give_back(fact, name, Pages(fact.group, first, count), entry)
-                space.put(first, count, after)
+                    before = _NONE_YET  # each page is judged by itself
+            space.put(first, count, after)
 
     def _give_back(self, fact: PagesFreed, name: str, pages: Pages, entry: Entry | None) -> Entry | None:
         if entry is None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from kvcanary.events import Event, IncidentOpened, UnknownEvent, ViolationDetected
 from kvcanary.observers.explain import explain
 
 _SECRET_FIELDS = frozenset({"token_expected", "token_found", "token_ids"})
+_NOTHING: dict[type, object] = {str: "", bytes: b"", tuple: ()}
+"""What stands for a withheld value of a type; None for others."""
 
 
 def redact(event: Event) -> Event:
@@ -27,42 +28,41 @@ def redact(event: Event) -> Event:
         return _envelope(event)
     shown = event
     for name in _secrets(type(event)):
-        value = getattr(event, name)
-        if value not in (None, "", b"", ()):
-            shown = _with(shown, event, name, _empty(value))
-    if isinstance(event, IncidentOpened) and event.first is not None:
-        shown = _with_words(shown, event, event.first)
+        value: object = getattr(event, name)
+        nothing = _NOTHING.get(type(value))
+        if value != nothing:
+            if shown is event:
+                shown = replace(event)
+            force_setattr(shown, name, nothing)  # nobody else has seen it, and most types have one
+    if isinstance(shown, IncidentOpened) and shown.first is not None:
+        return _with_words(shown, shown.first)
     return shown
 
 
-def _with_words(shown: Event, event: IncidentOpened, violation: ViolationDetected) -> Event:
+def _with_words(event: IncidentOpened, violation: ViolationDetected) -> IncidentOpened:
     first = redact(violation)
     if not isinstance(first, ViolationDetected):
-        return shown
+        return event
     words = explain(first)
     # What follows a violation's own evidence is the ledger's: requests and forwards, nothing to withhold.
     history = event.evidence[len(words.evidence) :]
-    for name, value in (("first", first), ("headline", words.headline), ("evidence", words.evidence + history)):
-        shown = _with(shown, event, name, value)
-    return shown
-
-
-def _with(shown: Event, event: Event, name: str, value: object) -> Event:
-    """``shown``, or its copy while it is still the event itself, with one field changed."""
-    if shown is event:
-        shown = copy.copy(event)
-    force_setattr(shown, name, value)  # nobody else has seen the copy; a third of the price of replacing
-    return shown
+    return replace(event, first=first, headline=words.headline, evidence=words.evidence + history)
 
 
 def redact_all(events: Sequence[Event]) -> list[Event]:
     """:func:`redact` for many; most have nothing to withhold, and cost next to nothing."""
-    return [redact(event) if _has_secrets(type(event)) else event for event in events]
+    return [redact(event) if _HAS_SECRETS[type(event)] else event for event in events]
 
 
-@functools.cache
-def _has_secrets(event_type: type[Event]) -> bool:
-    return bool(_secrets(event_type)) or issubclass(event_type, (IncidentOpened, UnknownEvent))
+class _HasSecrets(dict[type[Event], bool]):
+    """Whether events of a type may have something to withhold; remembers the answers."""
+
+    def __missing__(self, event_type: type[Event]) -> bool:
+        self[event_type] = has = bool(_secrets(event_type)) or issubclass(event_type, (IncidentOpened, UnknownEvent))
+        return has
+
+
+_HAS_SECRETS = _HasSecrets()
 
 
 def _envelope(event: UnknownEvent) -> UnknownEvent:
@@ -76,9 +76,3 @@ def _secrets(event_type: type[Event]) -> tuple[str, ...]:
     if issubclass(event_type, UnknownEvent):
         return ("raw",)  # whatever it holds
     return tuple(name for name in event_type.__struct_fields__ if name in _SECRET_FIELDS or "digest" in name)
-
-
-def _empty(value: object) -> object:
-    if isinstance(value, (str, bytes)):
-        return type(value)()
-    return () if isinstance(value, tuple) else None

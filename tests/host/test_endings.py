@@ -86,8 +86,10 @@ def test_ctrl_c_in_the_middle_of_everything_still_delivers_what_is_queued() -> N
         drain.flush(10)
         say("ready")
         while True:
-            source.ready.extend(tick(1))
-            drain.wake()
+            for one in tick(8):
+                source.ready.append(one)
+                drain.wake()
+            drain.flush(10)  # else it makes more than the slow one can take before the deadline
         """
     )
     assert status == -signal.SIGINT
@@ -141,9 +143,9 @@ def test_ctrl_c_beside_a_sink_that_blocks_for_ever_keeps_the_deadline() -> None:
         source.ready.extend(tick(3))
         drain.wake()
         drain.flush(10)
-        say("ready")
         try:
             try:
+                say("ready")
                 time.sleep(60)
             finally:
                 drain.stop(2.0)

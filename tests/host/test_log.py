@@ -270,6 +270,16 @@ def test_the_host_may_add_processors() -> None:
     assert line["node"] == "n1"
 
 
+def test_a_processor_may_drop_a_line() -> None:
+    def drop_armed(_logger: Any, _method: str, fields: Any) -> Any:
+        if fields["event"] == "canary.armed":
+            raise structlog.DropEvent
+        return fields
+
+    (line,) = lines(CanaryArmed(), RunStopped(), processors=(drop_armed,))
+    assert line["event"] == "run.stopped"
+
+
 def test_structlog_as_the_host_configured_it_changes_nothing() -> None:
     structlog.configure(processors=[lambda *_: "taken over"])
     try:

@@ -188,6 +188,17 @@ def test_an_idle_drain_is_woken_and_an_awake_one_is_not_disturbed(rig: Rig, monk
     assert len(roused) <= 2
 
 
+def test_beside_a_thread_that_is_busy_in_python_the_drain_looks_rarely_and_nobody_wakes_it(rig: Rig) -> None:
+    rig.source.in_flight = True
+    until, before = time.monotonic() + 0.6, rig.source.collected
+    while time.monotonic() < until:
+        rig.drain.wake()
+    looks = rig.source.collected - before
+    assert looks < 2 * 0.6 / pipeline.BUSY_SECONDS
+    rig.source.in_flight = False
+    assert rig.drain.flush(SOON)
+
+
 def test_a_sleeping_drain_need_not_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "IDLE_SECONDS", 100 * SOON)
     rig = Rig()

@@ -24,9 +24,9 @@ from kvcanary.pipeline import Drain, DrainReport
 
 REQUESTS = 1000
 STEPS_PER_S = 50
-STEPS = 25
-"""steps of one block, half a second"""
-PAIRS = 20
+STEPS = 10
+"""steps of one block, a fifth of a second: whatever else disturbs the machine seldom lasts as short"""
+PAIRS = 50
 PAGE = 16
 PAGES_EACH = 64
 STOP_S = 5.0
@@ -36,13 +36,14 @@ GROUP = "full"
 
 
 def measure(setting: Setting, name: str) -> Measured:
-    """Blocks of equal Python work in turns, with and without facts; the value is the median loss of a pair."""
+    """Blocks of equal work in turns, with and without facts; the value is the median loss of a pair."""
     observers, blocked = _OBSERVERS.get(name.partition(".")[2], (1, False))
     work = _Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
-    engine = _Engine(setting.size(REQUESTS, 40), observers, blocked=blocked)
-    blocks = setting.size(4 if setting.quick else PAIRS, 2)
+    requests = setting.size(REQUESTS, 40)
+    bare, engine = _Scheduler(requests), _Engine(requests, observers, blocked=blocked)
+    pairs = setting.size(10 if setting.quick else PAIRS, 2)
     try:
-        losses = [_pair(engine, work, number) for number in range(blocks)]
+        losses = [_pair(bare, engine, work, number) for number in range(pairs)]
     finally:
         clean, seconds = engine.stop()
     if engine.published == 0 or engine.lost:
@@ -51,15 +52,19 @@ def measure(setting: Setting, name: str) -> Measured:
         name=name,
         value=statistics.median(losses),
         method=(
-            f"{blocks} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns with "
-            f"and without the facts of {len(engine.names)} decoding requests (one page for each 16th of them a step, "
+            f"{pairs} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns with "
+            f"and without the facts of {requests} decoding requests (one page for each 16th of them a step, "
             "one request replaced a step, a snapshot a step), their drain and the default folds in the same "
             f"interpreter; {observers} observer{'s' * (observers > 1)} of all events in batches"
-            f"{', and one that never returns' if blocked else ''}; median loss of throughput"
+            f"{', and one that never returns' if blocked else ''}; both blocks do the scheduler's own bookkeeping, the "
+            "one without facts while the drain stands still, and the one with facts lasts until the drain has folded "
+            "and queued the last of them; median loss of throughput"
         ),
         details={
             "losses_percent": [round(loss, 3) for loss in losses],
+            "quartiles_percent": [round(loss, 3) for loss in statistics.quantiles(losses, n=4)],
             "fact_calls_us_per_step": round(1e6 * statistics.median(engine.fact_seconds), 1),
+            "looks_per_step": round(engine.looks / engine.steps, 2),
             "events": engine.published,
             "stopped_cleanly": clean,
             "seconds_to_stop": round(seconds, 3),
@@ -68,16 +73,23 @@ def measure(setting: Setting, name: str) -> Measured:
     )
 
 
-def _pair(engine: _Engine, work: _Work, number: int) -> float:
+def _pair(bare: _Scheduler, engine: _Engine, work: _Work, number: int) -> float:
     times: dict[bool, float] = {}
     for watched in (bool(number % 2), not number % 2):
+        if watched:
+            engine.resume()
         began = time.perf_counter()
         for _ in range(STEPS):
             if watched:
                 engine.step()
+            else:
+                bare.step()
             work()
+        if watched:
+            engine.settle()
         times[watched] = time.perf_counter() - began
-        engine.settle()
+        if watched:
+            engine.pause()
     return 100 * (1 - times[False] / times[True])
 
 
@@ -135,6 +147,10 @@ class _Source:
         self._facts = facts
         self._runs: deque[RunStarted] = deque([make_started()])
         self.launched: deque[int] = deque()
+        self.at_work = threading.Event()
+        """while it is not set, a look waits: the drain stands still"""
+        self.at_work.set()
+        self.looks = 0
 
     @property
     def in_flight(self) -> bool:
@@ -152,6 +168,8 @@ class _Source:
 
     def collect(self) -> list[Event]:
         """Facts, then what the device would have said."""
+        self.at_work.wait()
+        self.looks += 1
         events = self._facts.take()
         while self.launched:
             forward = self.launched.popleft()
@@ -159,12 +177,48 @@ class _Source:
         return events
 
 
+class _Scheduler:
+    """An engine's own bookkeeping of requests and pages."""
+
+    def __init__(self, requests: int) -> None:
+        rng = random.Random(5)
+        self.names = [f"r{i}" for i in range(requests)]
+        self.pages: dict[str, list[int]] = {}
+        self.steps = 0
+        free = list(range(requests * 2 * PAGES_EACH))
+        rng.shuffle(free)
+        self._free = deque(free)
+        for row, name in enumerate(self.names):
+            self.pages[name] = self._take(row)
+
+    def step(self) -> tuple[list[str], list[int], int, str, list[int]]:
+        """A page for each 16th request, and one request replaced.
+
+        Returns:
+            The requests that grew and their new pages, then the row, name and pages of the request that ended.
+        """
+        self.steps += 1
+        grown = self.names[self.steps % PAGE :: PAGE]
+        fresh = [self._free.popleft() for _ in grown]
+        for name, page in zip(grown, fresh, strict=True):
+            self.pages[name].append(page)
+        row = self.steps % len(self.names)
+        old = self.names[row]
+        given_back = self.pages.pop(old)
+        self._free.extend(given_back)
+        self.names[row] = new = f"{old.partition('.')[0]}.{self.steps}"
+        self.pages[new] = self._take(row)
+        return grown, fresh, row, old, given_back
+
+    def _take(self, row: int) -> list[int]:
+        return [self._free.popleft() for _ in range(PAGES_EACH - (row + self.steps) % 8)]
+
+
 class _Engine:
     """Records what an engine with many decoding requests records."""
 
     def __init__(self, requests: int, observers: int, *, blocked: bool) -> None:
         config = CanaryConfig(mode="log")
-        rng = random.Random(5)
         self._facts = FactLog(config.fact_queue)
         self._facts.enabled = True
         self._source = _Source(self._facts)
@@ -178,20 +232,16 @@ class _Engine:
         self.dropped = 0
         self._drain = Drain(self._source, self._bus)
         self._drain.start()
-        self.names = [f"r{i}" for i in range(requests)]
+        self._scheduler = _Scheduler(requests)
         self._tags = itertools.count(1)
-        self._pages: dict[str, list[int]] = {}
-        free = list(range(requests * 2 * PAGES_EACH))
-        rng.shuffle(free)
-        self._free = deque(free)
         self._due: dict[str, int] = dict.fromkeys(("facts", "mark", "check", "seal", "scrub"), 0)
         self.forward = 1
-        self.steps = 0
         self.fact_seconds: list[float] = []
         for row in range(requests):
             self._admit(row)
         self.step()
         self.settle()
+        self.pause()
 
     @property
     def published(self) -> int:
@@ -203,21 +253,30 @@ class _Engine:
         """Facts that found the queue full."""
         return self._bus.losses.facts
 
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._scheduler.steps
+
+    @property
+    def looks(self) -> int:
+        """How often the drain looked."""
+        return self._source.looks
+
     def step(self) -> None:
         """The facts of one step, and its forward."""
-        self.steps += 1
+        grown, fresh, row, old, given_back = self._scheduler.step()
         began = time.perf_counter()
         facts = self._facts
-        grown = self.names[self.steps % PAGE :: PAGE]
-        fresh = [self._free.popleft() for _ in grown]
-        for name, page in zip(grown, fresh, strict=True):
-            self._pages[name].append(page)
         facts.pages_each("alloc", GROUP, grown, fresh)
-        self._replace(self.steps % len(self.names))
+        facts.finished(old, row + 1, len(given_back) * PAGE)
+        facts.pages("free", GROUP, old, given_back)
+        self._admit(row)
         facts.step(self.forward, self.forward - 1)
         for role in self._due:
             self._due[role] += 1
-        facts.launched(self.forward, self.forward - 1, len(self.names), len(self.names), 1, dict(self._due))
+        requests = len(self._scheduler.names)
+        facts.launched(self.forward, self.forward - 1, requests, requests, 1, dict(self._due))
         self._source.launched.append(self.forward)
         self._drain.wake()
         self.forward += 1
@@ -227,8 +286,17 @@ class _Engine:
         """Let the drain finish what it has."""
         self._drain.flush(5.0)
 
+    def pause(self) -> None:
+        """Let the drain stand still."""
+        self._source.at_work.clear()
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._source.at_work.set()
+
     def stop(self) -> tuple[bool, float]:
         """Stop the drain; whether it was clean, and how long it took."""
+        self.resume()
         report: DrainReport = self._drain.stop(STOP_S)
         stuck = report.sinks.get(self._blocked.name)
         self.dropped = 0 if stuck is None else stuck.dropped
@@ -236,17 +304,6 @@ class _Engine:
         return report.clean, report.seconds
 
     def _admit(self, row: int) -> None:
-        name = self.names[row]
-        pages = [self._free.popleft() for _ in range(PAGES_EACH - (row + self.steps) % 8)]
-        self._pages[name] = pages
+        name = self._scheduler.names[row]
         self._facts.admitted(name, row, next(self._tags), 0, "")
-        self._facts.pages("alloc", GROUP, name, pages)
-
-    def _replace(self, row: int) -> None:
-        name = self.names[row]
-        pages = self._pages.pop(name)
-        self._facts.finished(name, row + 1, len(pages) * PAGE)
-        self._facts.pages("free", GROUP, name, pages)
-        self._free.extend(pages)
-        self.names[row] = f"{name.partition('.')[0]}.{self.steps}"
-        self._admit(row)
+        self._facts.pages("alloc", GROUP, name, self._scheduler.pages[name])
