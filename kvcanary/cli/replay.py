@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvcanary.cli.journal import as_json, tell_notices
-from kvcanary.cli.journal_words import fits_kind, rank_of, say
+from kvcanary.cli.journal import as_json, tell_damage, tell_notices
+from kvcanary.cli.journal_words import fits_kind, not_negative, nothing_fits, rank_of, say
 from kvcanary.events import Event, event_name
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import JournalError, open_files
@@ -27,6 +27,7 @@ _MOST_SHOWN = 20
 
 def replay(
     target: Path,
+    /,
     *,
     check: bool = False,
     observer: tuple[str, ...] = (),
@@ -59,6 +60,7 @@ def replay(
     Returns:
         The exit status.
     """
+    not_negative(from_, "--from")
     specs = [load_observer(name) for name in observer]
     unread: list[JournalError] = []
     with open_files(target, unread.append) as files:
@@ -66,21 +68,26 @@ def replay(
         replays = [Replay(file, first_seq=from_) for file in files]
         several = len(files) > 1
         fits = fits_kind(where) if where else None
+        shown = 0
         with _audience(specs) as audience:
             for one, events in in_order(replays):
                 chosen = [event for event in events if event.seq >= from_ and (fits is None or fits(event))]
+                shown += len(chosen)
                 if audience is not None:
                     audience.show(chosen)
                 elif not check:
                     _print_events(one, chosen, everything=fits is not None, several=several, json=json)
+        if where and not shown:
+            nothing_fits(where)
         verdicts = [one.verdict for one in replays]
+        broken = tell_damage(files) or bool(unread)
     if check:
         for verdict in verdicts:
             _print_verdict(verdict, json=json)
-        return int(bool(unread) or not all(verdict.holds for verdict in verdicts))
+        return int(broken or not all(verdict.holds for verdict in verdicts))
     for verdict in verdicts:
         _print_gaps(verdict.run, verdict.gaps, json=json)
-    return int(bool(unread))
+    return int(broken)
 
 
 # --- observers ----------------------------------------------------------------------------------------------

@@ -152,8 +152,7 @@ def unpack(data: bytes, crc: int) -> Iterator[msgspec.Raw]:
     Raises:
         ValueError: it is not as it was written.
     """
-    if zlib.crc32(data) != crc:
-        raise ValueError("checksum differs")
+    check(data, crc)
     try:
         plain = memoryview(zlib.decompress(data))
     except zlib.error as error:
@@ -165,6 +164,16 @@ def unpack(data: bytes, crc: int) -> Iterator[msgspec.Raw]:
         at += _LENGTH.size
         yield from decoder.decode(plain[at : at + length])
         at += length
+
+
+def check(data: bytes, crc: int) -> None:
+    """Whether a frame is as it was written.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if zlib.crc32(data) != crc:
+        raise ValueError("checksum differs")
 
 
 def names_request(requests: str, request: str) -> bool:

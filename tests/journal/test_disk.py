@@ -193,6 +193,55 @@ def test_of_a_file_with_a_lost_tail_the_rest_is_read_and_the_loss_is_said(tmp_pa
     assert any(isinstance(item, Gap) and DAMAGED in item.reason for item in items)
 
 
+def test_of_a_file_with_a_broken_place_what_is_behind_it_is_read_as_well(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(60_000))
+    with sqlite3.connect(path) as db:
+        (last,) = db.execute("SELECT max(seq) FROM (SELECT last_seq AS seq FROM frames)").fetchone()
+        query = "SELECT pageno FROM dbstat WHERE name = 'frames' AND pagetype = 'leaf' ORDER BY path"
+        pages = [number for (number,) in db.execute(query)]
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((pages[len(pages) // 2] - 1) * 4096)
+        file.write(bytes(4096))
+    with JournalFile(path) as file:
+        items = list(file.read())
+        gaps = file.gaps()
+        assert file.damage
+    assert [item for item in items if isinstance(item, Gap)] == gaps
+    (gap,) = gaps
+    assert DAMAGED in gap.reason
+    kept = seqs([item for item in items if not isinstance(item, Gap)])
+    assert kept == [seq for seq in range(1, last + 1) if not gap.first_seq <= seq <= gap.last_seq]
+    assert kept[0] == 1
+    assert kept[-1] == last
+
+
+def test_a_frame_at_the_end_that_was_taken_out_is_missed(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(4000))
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM frames WHERE first_seq > 1000")
+    db.close()
+    with JournalFile(path) as file:
+        (gap,) = file.gaps()
+        assert file.stopped is not None
+        assert (gap.last_seq, gap.reason) == (file.stopped.seq, UNEXPLAINED)
+
+
+def test_a_gap_that_is_told_while_the_file_is_read_is_explained(tmp_path: Path) -> None:
+    with recording(tmp_path, bounds=Small._replace(queue=1)) as made:
+        made.publish(make_events(2000))
+        made.flush()
+        with made.open() as file:
+            items = iter(file.read())
+            next(items)
+            made.publish(make_events(500))
+            made.flush()
+            made.publish(make_events(500))
+            made.flush()
+            reasons = {item.reason for item in items if isinstance(item, Gap)}
+    assert UNEXPLAINED not in reasons
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
