@@ -35,7 +35,7 @@ class _Settings(msgspec.StructMeta):
 
     if not TYPE_CHECKING:  # type checkers know the settings from the fields, and refuse others by themselves
 
-        def __call__(cls, *values: object, **settings: object) -> CanaryConfig:
+        def __call__(cls, *values: object, **settings: object) -> CanaryConfig:  # noqa: N805 - of a metaclass
             unknown = [name for name in settings if name not in cls.__struct_fields__]
             if unknown:
                 raise ConfigError(f"there is no setting {unknown[0]!r}; {_nearest(unknown[0], cls.__struct_fields__)}")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvcanary.delivery import SinkReport, failure
 from kvcanary.endings import seconds_left
-from kvcanary.errors import ConfigError
+from kvcanary.errors import ConfigError, words_of
 from kvcanary.events import Event, RunStarted
 from kvcanary.journal.format import Frame, Gap
 from kvcanary.journal.recorder import FRAME_BYTES, Begin, Item, Level, Recorder
@@ -146,7 +146,7 @@ class Journal:
         try:
             items = self._recorder.take(events)
         except Exception as error:  # noqa: BLE001 - whatever an event of somebody's own does, the drain goes on
-            self._drop(events, f"{type(error).__name__}: {error}")
+            self._drop(events, words_of(error))
             self.tell(failure(self.name, error, "", 1, "continued"))
             return
         if self._asked and not self._recorder.wants_checkpoint:
@@ -244,7 +244,8 @@ class Journal:
             delivered=max(0, self._taken - self._dropped - undelivered),
             dropped=self._dropped,
             undelivered=undelivered,
-            state=self._state,
+            state="failing" if self._trouble and self._state == "running" else self._state,
+            error=self._trouble,
         )
 
     # --- the writing thread -------------------------------------------------------------------------------
