@@ -16,8 +16,10 @@ from kvcanary.cli.benches.rows import BenchError, Measured
 from kvcanary.cli.benches.running import Setting
 from kvcanary.cli.benches.stream import make_snapshot, make_started
 from kvcanary.config import CanaryConfig
+from kvcanary.delivery import SinkReport
 from kvcanary.events import Event, ForwardRetired, RunStarted
 from kvcanary.facts import FactLog
+from kvcanary.journal.sink import Journal
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.pipeline import Drain, DrainReport
@@ -38,11 +40,11 @@ GROUP = "full"
 def measure(setting: Setting, name: str) -> Measured:
     """Blocks of equal Python work in turns, with and without facts; the value is the median loss of a pair."""
     observers, blocked = _OBSERVERS.get(name.partition(".")[2], (1, False))
-    work = _Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
-    engine = _Engine(setting.size(REQUESTS, 40), observers, blocked=blocked)
+    work = Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
+    engine = Engine(setting.size(REQUESTS, 40), observers, blocked=blocked)
     blocks = setting.size(4 if setting.quick else PAIRS, 2)
     try:
-        losses = [_pair(engine, work, number) for number in range(blocks)]
+        losses = [pair(engine, None, work, number) for number in range(blocks)]
     finally:
         clean, seconds = engine.stop()
     if engine.published == 0 or engine.lost:
@@ -68,20 +70,25 @@ def measure(setting: Setting, name: str) -> Measured:
     )
 
 
-def _pair(engine: _Engine, work: _Work, number: int) -> float:
+def pair(engine: Engine, other: Engine | None, work: Work, number: int) -> float:
+    """Percent of throughput that ``engine`` loses against ``other`` (None: one that nobody watches), in one block each.
+
+    Which of them comes first changes with ``number``.
+    """
     times: dict[bool, float] = {}
-    for watched in (bool(number % 2), not number % 2):
+    for first in (bool(number % 2), not number % 2):
+        watched = engine if first else other
         began = time.perf_counter()
         for _ in range(STEPS):
-            if watched:
-                engine.step()
+            if watched is not None:
+                watched.step()
             work()
-        times[watched] = time.perf_counter() - began
+        times[first] = time.perf_counter() - began
         engine.settle()
     return 100 * (1 - times[False] / times[True])
 
 
-class _Work:
+class Work:
     """The engine's own work of one step: a Python loop that takes ``seconds`` when nothing disturbs it."""
 
     def __init__(self, seconds: float) -> None:
@@ -90,6 +97,7 @@ class _Work:
         self._rounds = max(1, int(self._rounds * seconds / fastest))
 
     def __call__(self) -> int:
+        """Do it."""
         total = 0
         for i in range(self._rounds):
             total ^= i
@@ -159,10 +167,10 @@ class _Source:
         return events
 
 
-class _Engine:
+class Engine:
     """Records what an engine with many decoding requests records."""
 
-    def __init__(self, requests: int, observers: int, *, blocked: bool) -> None:
+    def __init__(self, requests: int, observers: int, *, blocked: bool, journal: Journal | None = None) -> None:
         config = CanaryConfig(mode="log")
         rng = random.Random(5)
         self._facts = FactLog(config.fact_queue)
@@ -175,7 +183,10 @@ class _Engine:
         self._blocked = _Blocked()
         if blocked:
             self._bus.subscribe(self._blocked)
+        if journal is not None:
+            self._bus.attach(journal)
         self.dropped = 0
+        self.report = DrainReport()
         self._drain = Drain(self._source, self._bus)
         self._drain.start()
         self.names = [f"r{i}" for i in range(requests)]
@@ -197,6 +208,11 @@ class _Engine:
     def published(self) -> int:
         """Events that reached the sink."""
         return min(ear.count for ear in self._ears)
+
+    @property
+    def reports(self) -> dict[str, SinkReport]:
+        """What became of the events of each sink."""
+        return self._bus.reports()
 
     @property
     def lost(self) -> int:
@@ -229,7 +245,7 @@ class _Engine:
 
     def stop(self) -> tuple[bool, float]:
         """Stop the drain; whether it was clean, and how long it took."""
-        report: DrainReport = self._drain.stop(STOP_S)
+        self.report = report = self._drain.stop(STOP_S)
         stuck = report.sinks.get(self._blocked.name)
         self.dropped = 0 if stuck is None else stuck.dropped
         self._blocked.gate.set()
