@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvcanary.errors import BatchError, ConfigError
+from kvcanary.text import encodable
 
 WIRE_VERSION = 2
 """Of the bytes that :meth:`FactWriter.pack` makes."""
@@ -188,7 +189,7 @@ class FactWriter(LifecycleCalls):
             return b""
         calls, self._calls, self._lost = self._calls, [], 0
         try:
-            return msgspec.msgpack.encode((WIRE_VERSION, calls))
+            return _encode((WIRE_VERSION, calls))
         except (TypeError, OverflowError) as error:
             self._lost = len(calls)
             raise BatchError(f"facts for another process must be plain values; {error}") from error
@@ -199,6 +200,13 @@ class FactWriter(LifecycleCalls):
             # What follows a gap is of little use without what fell into it.
             self._lost += len(self._calls)
             self._calls.clear()
+
+
+def _encode(packed: tuple[int, list[Call]]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(packed)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(encodable(packed))
 
 
 def unpack(data: bytes) -> list[Call]:

@@ -28,6 +28,7 @@ from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import EVERYTHING, JournalError, JournalFile, Query, open_files
 from kvcanary.journal.recorder import NOT_KEPT
 from kvcanary.observers.log_format import iso_time
+from kvcanary.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +168,8 @@ def _show_runs(files: Sequence[JournalFile], *, json: bool) -> None:
         "run", "from", "engine", "began (UTC)", "seconds", "ended", "level", "events", "incidents", "missing"
     )
     for row in rows:
-        table.add_row(
+        _add(
+            table,
             row["run"],
             row["from"],
             row["engine"],
@@ -182,7 +184,7 @@ def _show_runs(files: Sequence[JournalFile], *, json: bool) -> None:
     _print(table)
     for row in rows:
         for reason, count in row["missing_because"].items():
-            print(f"{row['run']}: {count:,} events missing: {reason}")
+            print(printable(f"{row['run']}: {count:,} events missing: {reason}"))
 
 
 def _run(file: JournalFile) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _show_incidents(files: Sequence[JournalFile], limit: int, *, json: bool) -> 
         return
     table = _table("time (UTC)", "incident", "seq", "forward", "headline")
     for _, row in shown:
-        table.add_row(iso_time(row.time_ns)[:23], row.incident, str(row.seq), str(row.forward), row.text)
+        _add(table, iso_time(row.time_ns)[:23], row.incident, str(row.seq), str(row.forward), row.text)
     _print(table)
     _say_rest(len(found), len(shown), "incidents")
     _say_missing(files, (NOT_KEPT,))  # in what was left out on purpose, nothing was found
@@ -241,7 +243,7 @@ def _show_events(files: Sequence[JournalFile], wanted: Wanted, limit: int, *, js
     for file, event in shown:
         run = (file.started.run,) if several else ()
         cells = (iso_time(event.time_ns)[:23], str(event.seq), str(event.forward or ""), event_name(event), say(event))
-        table.add_row(*run, *cells)
+        _add(table, *run, *cells)
     _print(table)
     _say_rest(len(found), len(shown), "events")
     _say_missing(files)
@@ -260,7 +262,8 @@ def _matching(file: JournalFile, wanted: Wanted) -> Iterator[Event]:
     query, tests = wanted.query(file)
     for event in file.read(query):
         if isinstance(event, Gap):
-            print(f"{file.path.name}: events {event.first_seq} to {event.last_seq}: {event.reason}", file=sys.stderr)
+            where = f"{file.path.name}: events {event.first_seq} to {event.last_seq}"
+            print(printable(f"{where}: {event.reason}"), file=sys.stderr)
         elif all(test(event) for test in tests):
             yield event
 
@@ -297,6 +300,10 @@ def _table(*headers: str) -> Table:
         last = header in {"what", "headline", "ended"}
         table.add_column(header, justify="right" if right else "left", no_wrap=not last, overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*map(printable, cells))
 
 
 def _print(table: Table) -> None:

@@ -21,6 +21,7 @@ from kvcanary.observers.base import ObserverSpec
 from kvcanary.observers.log import DEFAULT_INTERESTS
 from kvcanary.observers.log_format import iso_time
 from kvcanary.replay import Difference, Replay, Verdict, in_order
+from kvcanary.text import printable
 
 _MOST_SHOWN = 20
 
@@ -152,7 +153,8 @@ def _print_events(one: Replay, events: Sequence[Event], *, everything: bool, sev
             continue
         run = f"{rank_of(started.origin)} " if several else ""
         forward = f" forward {event.forward}" if event.forward else ""
-        print(f"{iso_time(event.time_ns)[:23]} {run}#{event.seq}{forward} {event_name(event)}: {say(event)}")
+        head = f"{iso_time(event.time_ns)[:23]} {run}#{event.seq}{forward}"
+        print(printable(f"{head} {event_name(event)}: {say(event)}"))
 
 
 def _print_gaps(run: str, gaps: Sequence[Gap], *, json: bool) -> None:
@@ -161,7 +163,7 @@ def _print_gaps(run: str, gaps: Sequence[Gap], *, json: bool) -> None:
             line = {"run": run, "type": "gap", "first_seq": gap.first_seq, "last_seq": gap.last_seq}
             print(msgspec.json.encode({**line, "reason": gap.reason}).decode())
         else:
-            print(f"run {run}: events {gap.first_seq} to {gap.last_seq} are missing: {gap.reason}")
+            print(printable(f"run {run}: events {gap.first_seq} to {gap.last_seq} are missing: {gap.reason}"))
 
 
 def _print_verdict(verdict: Verdict, *, json: bool) -> None:
@@ -193,7 +195,7 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
 def _print_difference(difference: Difference) -> None:
     print(f"  after event {difference.seq}:")
     for label, event in (("recorded", difference.recorded), ("derived now", difference.derived)):
-        print(f"    {label}: {f'{event_name(event)}: {say(event)}' if event is not None else 'nothing'}")
+        print(printable(f"    {label}: {f'{event_name(event)}: {say(event)}' if event is not None else 'nothing'}"))
     if difference.recorded is not None and type(difference.recorded) is type(difference.derived):
         then, now = _json(difference.recorded), _json(difference.derived)
         fields = [name for name in then if then[name] != now.get(name) and name != "seq"]

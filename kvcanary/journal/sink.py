@@ -268,6 +268,11 @@ class Journal:
                 if self._failed(error, failures):
                     break
                 continue
+            except Exception as error:  # noqa: BLE001 - its thread must not end without a word
+                self._trouble, self._state = words_of(error), "stopped"
+                self._closing = True
+                self.tell(failure(self.name, error, "", failures + 1, "stopped"))
+                break
             failures = 0
             self._trouble = ""
             self.path = writer.path

@@ -9,12 +9,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Self
 
-import msgspec
-
 from kvcanary._version import __version__
 from kvcanary.events import SCHEMA_VERSION, RunStarted
-from kvcanary.journal.format import APPLICATION_ID, FORMAT, SCHEMA, Frame, Gap
+from kvcanary.journal.format import APPLICATION_ID, FORMAT, SCHEMA, EventEncoder, Frame, Gap
 from kvcanary.journal.recorder import Begin, End, Item
+from kvcanary.text import encodable
 
 PRUNED = "retention: the file reached its bound"
 _INSERT_FRAME = "INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -65,10 +64,10 @@ class Store:
         # The indices are small and read as a whole; a large cache would be the process's memory.
         run("PRAGMA cache_size = -2048")
         values = {
-            "run": started.run,
+            "run": encodable(started.run),
             "kvcanary": __version__,
             "schema_version": SCHEMA_VERSION,
-            "started": msgspec.msgpack.encode(started),
+            "started": EventEncoder().one(started),
             **notes,
         }
         with self._transaction():
@@ -88,8 +87,8 @@ class Store:
         rows = [frame.row() for frame in frames]  # compresses; before the transaction, which holds up readers
         with self._transaction():
             self._db.executemany(_INSERT_FRAME, rows)
-            self._db.executemany(_INSERT_FINDING, [found for frame in frames for found in frame.findings])
-            self._db.executemany(_INSERT_GAP, gaps)
+            self._db.executemany(_INSERT_FINDING, [encodable(found) for frame in frames for found in frame.findings])
+            self._db.executemany(_INSERT_GAP, [encodable(gap) for gap in gaps])
             for frame in frames:
                 self._db.execute(
                     "INSERT INTO segments VALUES (?, ?, ?, ?) "
@@ -97,9 +96,7 @@ class Store:
                     (frame.segment.number, frame.first_seq, frame.last_seq, frame.segment.opened_by),
                 )
             for stopped in ends:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (msgspec.msgpack.encode(stopped),)
-                )
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (EventEncoder().one(stopped),))
         self._prune()
 
     @property

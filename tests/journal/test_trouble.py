@@ -18,7 +18,7 @@ from kvcanary.errors import KVCorruptionError
 from kvcanary.events import Event, EventsDropped, FaultInjected, ObserverFailed, RunStopped
 from kvcanary.journal import writer
 from kvcanary.journal.reader import JournalFile, find_files
-from kvcanary.observers.base import ObserverSpec
+from kvcanary.observers.base import observer
 from kvcanary.pipeline import DrainReport
 from kvcanary.testing import EventRecorder
 from tests.canary.hand import HandEngine
@@ -33,7 +33,11 @@ class Trouble:
     def __init__(self, folder: Path) -> None:
         self.gate = threading.Event()
         self.seen = EventRecorder()
-        stuck = ObserverSpec("stuck", (Event,), lambda _: self.gate.wait(), queue=50)
+
+        @observer(name="stuck", queue=50)
+        def stuck(_: Event) -> None:
+            self.gate.wait()
+
         config = CanaryConfig(
             mode="raise",
             journal=str(folder),
