@@ -7,6 +7,8 @@ bytes ride on the engine's own message of the step, so they come in order and be
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -228,7 +230,18 @@ def unpack(data: bytes) -> list[Call]:
         raise ConfigError(
             f"packed facts have version {version}, expected {WIRE_VERSION}; scheduler and worker need the same kvcanary"
         )
+    for name, arguments in calls:
+        if arguments.keys() != _arguments(name):
+            raise ConfigError(
+                f"packed facts hold {name}() with {', '.join(sorted(arguments)) or 'nothing'}; expected "
+                f"{', '.join(sorted(_arguments(name)))}, as FactWriter.pack() makes it"
+            )
     return calls
+
+
+@functools.cache
+def _arguments(name: CallName) -> frozenset[str]:
+    return frozenset(inspect.signature(getattr(LifecycleCalls, name)).parameters) - {"self"}
 
 
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:
