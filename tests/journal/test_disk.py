@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcanary.cli.benches.stream import make_events
-from kvcanary.events import StatsReported
+from kvcanary.events import ObserverFailed, StatsReported, Ticked
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import DAMAGED, UNEXPLAINED, JournalError, JournalFile, find_files
 from kvcanary.journal.retention import make_room
@@ -82,6 +82,35 @@ def test_after_a_gap_a_new_segment_begins_with_a_checkpoint(tmp_path: Path) -> N
     assert gaps
     assert {gap.reason for gap in gaps} == {"the disk did not keep up: the queue was full"}
     assert any(segment.opened_by == "ownership.checkpointed" for segment in segments)
+
+
+def test_a_file_that_is_deleted_under_a_run_is_told_begun_anew_and_its_loss_is_seen(tmp_path: Path) -> None:
+    with recording(tmp_path) as made:
+        made.publish(make_events(500))
+        assert made.flush()
+        before = made.bus.seq
+        made.path.unlink()
+        made.publish(make_events(500))
+        assert made.flush()
+        made.published += made.bus.pump()
+    (failed,) = (event for event in made.published if isinstance(event, ObserverFailed))
+    assert "somebody deleted" in failed.error
+    with made.open() as file:
+        gaps = file.gaps()
+    assert (gaps[0].first_seq, gaps[-1].last_seq) == (1, before)
+    assert {gap.reason for gap in gaps} == {UNEXPLAINED}
+
+
+def test_a_time_that_no_file_can_hold_costs_its_event_and_no_other(tmp_path: Path) -> None:
+    with recording(tmp_path) as made:
+        made.publish([Ticked(time_ns=1 << 63)])
+        made.publish(make_events(100))
+        made.flush()
+    with made.open() as file:
+        (gap,) = file.gaps()
+        assert file.stopped is not None
+    assert (gap.first_seq, gap.last_seq) == (2, 2)
+    assert "does not fit 64 bits" in gap.reason
 
 
 # --- retention --------------------------------------------------------------------------------------------------
