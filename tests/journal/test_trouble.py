@@ -115,7 +115,7 @@ def test_every_event_is_accounted_for_and_others_miss_none(trouble: Trouble) -> 
 def test_losses_are_told_to_the_event_while_the_run_lasts(trouble: Trouble) -> None:
     *events, stopped = trouble.seen.events
     told = Counter[str]()
-    last = dict.fromkeys(("stuck", "journal"), 0)
+    last: dict[str, int] = {"stuck": 0, "journal": 0}
     for event in events:
         if isinstance(event, EventsDropped):
             assert event.first_seq > last[event.observer]
