@@ -215,6 +215,8 @@ class Bus:
         """Say what is left to say, then ``RunStopped``. Does nothing when no run is open."""
         if self._run is None:
             return
+        # Before what is said now is queued too: who took all until now is not behind.
+        undelivered = {outlet.name: outlet.pending for outlet in self._outlets if outlet.pending}
         self.pump(everything=True)
         stopped = RunStopped(
             time_ns=time.time_ns(),
@@ -223,7 +225,7 @@ class Bus:
             clean=clean,
             facts_lost=self.losses.facts,
             snapshots_skipped=self.losses.snapshots,
-            undelivered={outlet.name: outlet.pending for outlet in self._outlets if outlet.pending},
+            undelivered=undelivered,
         )
         out = self._folding.run([stopped])
         with self._lock:  # who subscribes from here on waits for the next run

@@ -17,7 +17,7 @@ from kvcanary.batch import ForwardBatch
 from kvcanary.compiled import CompiledForward, Hooks
 from kvcanary.config import CanaryConfig, no_quarantine
 from kvcanary.decode import Decoder
-from kvcanary.errors import BatchError, ConfigError
+from kvcanary.errors import BatchError, ConfigError, words_of
 from kvcanary.events import CanaryArmed, Event, QuarantineFailed
 from kvcanary.kernels import load_kernels
 from kvcanary.layout import DEFAULT_PART, PoolLayout
@@ -359,7 +359,7 @@ class Canary(Transfers, Tools):
         except Exception as error:  # noqa: BLE001 - the adapter's and the engine's own: the server goes on
             failed = QuarantineFailed(
                 request="",
-                error=f"{type(error).__name__}: {error}",
+                error=words_of(error),
                 incident=wanted.incident,
                 group=wanted.group,
                 pages=wanted.pages,

@@ -9,8 +9,8 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, inspect
@@ -34,11 +34,24 @@ _PLAIN: dict[type[inspect.Type], str] = {
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Settings(msgspec.StructMeta):
+    """Names the nearest setting where an unknown one is given."""
+
+    if not TYPE_CHECKING:  # type checkers know the settings from the fields, and refuse others by themselves
+
+        def __call__(cls, *values: object, **settings: object) -> CanaryConfig:  # noqa: N805 - of a metaclass
+            unknown = [name for name in settings if name not in cls.__struct_fields__]
+            if unknown:
+                raise ConfigError(f"there is no setting {unknown[0]!r}; {_nearest(unknown[0], cls.__struct_fields__)}")
+            return super().__call__(*values, **settings)
+
+
+class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Settings):
     """Every setting. ``mode`` has no default here; :meth:`from_env` reads an absent one as ``off``.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range; the message names field, value and range.
+        ConfigError: an unknown setting (with the nearest known one), or a value of the wrong type or out of range; the
+            message names field, value and range.
     """
 
     mode: Mode
@@ -240,9 +253,12 @@ def _field_of(variable: str) -> str:
     if name in _fields():
         return name
     known = [PREFIX + field.upper() for field in _fields()]
-    near = difflib.get_close_matches(variable, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    raise ConfigError(f"environment variable {variable} is unknown; {hint}")
+    raise ConfigError(f"environment variable {variable} is unknown; {_nearest(variable, known)}")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 def _parse(variable: str, name: str, text: str) -> object:

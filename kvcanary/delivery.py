@@ -19,6 +19,7 @@ import anyio.lowlevel
 import msgspec
 
 from kvcanary.endings import seconds_left
+from kvcanary.errors import words_of
 from kvcanary.events import Event, EventsDropped, ObserverFailed, event_name
 from kvcanary.observers.base import ObserverSpec
 from kvcanary.queues import EventQueue, Gap, SocketSignal, ThreadSignal
@@ -44,7 +45,10 @@ class SinkReport(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: int = 0
     """still queued or in the sink's hands"""
     state: str = "running"
-    """``running``, ``closed``, ``stopped`` (by its failures), ``cancelled`` (with its loop) or ``abandoned``"""
+    """``running``, ``failing`` (it raised at its last event, or could not be opened), ``closed``,
+    ``stopped`` (by its failures), ``cancelled`` (with its loop) or ``abandoned``"""
+    error: str = ""
+    """what it raised, while it is failing or stopped by that"""
 
 
 class Recipient(Protocol):
@@ -138,6 +142,7 @@ class Outlet:
         self._state = "running"
         self._opened = False
         self._in_a_row = self._failures = 0
+        self._error = ""
         self._rest = 0.0
         self._delivered = self._failed = 0
         self._left_behind: int | None = None
@@ -215,7 +220,8 @@ class Outlet:
             failed=self._failed,
             dropped=self._queue.dropped,
             undelivered=self.pending if self._left_behind is None else self._left_behind,
-            state=self._state,
+            state="failing" if self._error and self._state == "running" else self._state,
+            error=self._error if self._state in {"running", "stopped"} else "",
         )
 
     # --- the runner ---------------------------------------------------------------------------------------
@@ -230,7 +236,7 @@ class Outlet:
             self._opened = False
             raise
         except Exception as error:  # noqa: BLE001 - on some loops an exception that leaves a task ends the host
-            ending = "stopped"
+            ending, self._error = "stopped", words_of(error)
             self._tell(failure(self.name, error, "", self._failures + 1, ending))
         finally:
             await self._close_sink()
@@ -311,16 +317,18 @@ class Outlet:
                 await self._settle(result)
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is its own failure
             self._failed += count
+            self._error = words_of(error)
             self._queue.done()
             await self._fail(error, event_name(first))
         else:
             self._delivered += count
+            self._in_a_row, self._error = 0, ""
             self._queue.done()
-            self._in_a_row = 0
 
     async def _fail(self, error: Exception, event_type: str) -> None:
         self._failures += 1
         self._in_a_row += 1
+        self._error = words_of(error)
         action = "stopped" if self._in_a_row >= self._spec.max_failures else _ACTIONS[self._spec.restart]
         if action == "stopped":
             self._state = action
@@ -409,7 +417,7 @@ def failure(observer: str, error: BaseException, event_type: str, failures: int,
         time_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
         observer=observer,
-        error=f"{type(error).__name__}: {error}",
+        error=words_of(error),
         event_type=event_type,
         failures=failures,
         action=action,

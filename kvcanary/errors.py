@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_MOST_WORDS = 2000
+
 
 class KVCanaryError(Exception):
     """Base of all errors of this library."""
@@ -74,6 +76,18 @@ class KVCorruptionError(KVCanaryError, RuntimeError):
         # Exceptions pickle by their positional arguments; keyword-only fields need help to survive
         # a trip through a process pool or a queue.
         return _rebuild_corruption, (self.headline, {**self.__dict__})
+
+
+def words_of(error: BaseException) -> str:
+    """Type and text of somebody else's exception, for an event: bounded, and encodable whatever it holds."""
+    kind = type(error).__name__
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001 - its own code
+        return f"{kind} (and no text, since its __str__ raises)"
+    if len(text) > _MOST_WORDS:
+        text = f"{text[:_MOST_WORDS]}... ({len(text):,} characters)"
+    return f"{kind}: {text}"
 
 
 def _rebuild_corruption(headline: str, state: dict[str, Any]) -> KVCorruptionError:

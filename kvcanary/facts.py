@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvcanary.errors import ConfigError
+from kvcanary.errors import BatchError, ConfigError
 from kvcanary.events import (
     Event,
     FactsLost,
@@ -94,8 +94,11 @@ class FactRecorder:
 
         Raises:
             ConfigError: no such kind.
+            BatchError: the request is no string.
         """
         if self.enabled and len(pages):
+            if not isinstance(request, str):  # the drain would take it for several requests
+                raise BatchError(f"request {request!r}: ids must be strings")
             held = tuple(pages)  # the caller goes on writing into its list
             if len(self._calls) >= self._room:
                 self._lose()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import force_setattr, replace
 
-from kvcanary.errors import CanaryStalledError, ConfigError
+from kvcanary.errors import CanaryStalledError, ConfigError, words_of
 from kvcanary.events import (
     Derived,
     Event,
@@ -116,7 +116,7 @@ class Folding:
         action = "degraded" if fold.guard else "stopped" if detached else "continued"
         failed = ObserverFailed(
             observer=fold.name,
-            error=f"{type(error).__name__}: {error}",
+            error=words_of(error),
             event_type=event_name(event),
             failures=self._failures[index],
             action=action,
@@ -127,7 +127,7 @@ class Folding:
         if self._on_guard_failure is None:
             return
         stalled = CanaryStalledError(
-            f"guard {name!r} failed on {event_name(event)} (seq {event.seq}) with {type(error).__name__}: {error}; "
+            f"guard {name!r} failed on {event_name(event)} (seq {event.seq}) with {words_of(error)}; "
             f"the run goes on without full protection"
         )
         stalled.__cause__ = error

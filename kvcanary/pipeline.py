@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from kvcanary.bus import Bus
 from kvcanary.delivery import SinkReport
 from kvcanary.endings import Deadline, Vigil, seconds_left
-from kvcanary.errors import CanaryStalledError, ConfigError
+from kvcanary.errors import CanaryStalledError, ConfigError, words_of
 from kvcanary.events import Event, EventsDropped, RunStarted, Ticked
 from kvcanary.queues import ThreadSignal
 
@@ -307,7 +307,7 @@ class Drain:
     def _fail(self, error: Exception) -> None:
         if not self._bus.running:
             return
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = words_of(error)
         self._bus.end_run(self._failure, clean=False)
         if self._on_failure is not None:
             stalled = CanaryStalledError(

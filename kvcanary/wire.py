@@ -7,6 +7,8 @@ bytes ride on the engine's own message of the step, so they come in order and be
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,6 +17,7 @@ import msgspec
 
 from kvcanary.errors import BatchError, ConfigError
 from kvcanary.integers import whole_numbers
+from kvcanary.text import encodable
 
 WIRE_VERSION = 2
 """Of the bytes that :meth:`FactWriter.pack` makes."""
@@ -196,7 +199,7 @@ class FactWriter(LifecycleCalls):
             return b""
         calls, self._calls, self._lost = self._calls, [], 0
         try:
-            return msgspec.msgpack.encode((WIRE_VERSION, calls))
+            return _encode((WIRE_VERSION, calls))
         except (TypeError, OverflowError) as error:
             self._lost = len(calls)
             raise BatchError(f"facts for another process must be plain values; {error}") from error
@@ -207,6 +210,13 @@ class FactWriter(LifecycleCalls):
             # What follows a gap is of little use without what fell into it.
             self._lost += len(self._calls)
             self._calls.clear()
+
+
+def _encode(packed: tuple[int, list[Call]]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(packed)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(encodable(packed))
 
 
 def unpack(data: bytes) -> list[Call]:
@@ -228,4 +238,15 @@ def unpack(data: bytes) -> list[Call]:
         raise ConfigError(
             f"packed facts have version {version}, expected {WIRE_VERSION}; scheduler and worker need the same kvcanary"
         )
+    for name, arguments in calls:
+        if arguments.keys() != _arguments(name):
+            raise ConfigError(
+                f"packed facts hold {name}() with {', '.join(sorted(arguments)) or 'nothing'}; expected "
+                f"{', '.join(sorted(_arguments(name)))}, as FactWriter.pack() makes it"
+            )
     return calls
+
+
+@functools.cache
+def _arguments(name: CallName) -> frozenset[str]:
+    return frozenset(inspect.signature(getattr(LifecycleCalls, name)).parameters) - {"self"}

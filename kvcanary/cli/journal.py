@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import msgspec
 
@@ -15,6 +15,8 @@ from kvcanary.cli.journal_words import (
     concerns_request,
     concerns_slot,
     fits_kind,
+    not_negative,
+    nothing_fits,
     place,
     rank_of,
     say,
@@ -24,7 +26,9 @@ from kvcanary.errors import ConfigError
 from kvcanary.events import Event, UnknownEvent, event_name, json_codec
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import EVERYTHING, JournalError, JournalFile, Query, open_files
+from kvcanary.journal.recorder import NOT_KEPT
 from kvcanary.observers.log_format import iso_time
+from kvcanary.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 def journal(
     target: Path,
+    /,
     *,
     incidents: bool = False,
     request: str = "",
@@ -72,6 +77,7 @@ def journal(
     Returns:
         The exit status.
     """
+    not_negative(limit, "--limit")
     unread: list[JournalError] = []
     with open_files(target, unread.append) as files:
         tell_notices(files, unread)
@@ -82,7 +88,7 @@ def journal(
             _show_events(files, wanted, limit, json=json)
         else:
             _show_runs(files, json=json)
-    return int(bool(unread))
+        return int(tell_damage(files) or bool(unread))
 
 
 def tell_notices(files: Sequence[JournalFile], errors: Sequence[JournalError]) -> None:
@@ -90,6 +96,14 @@ def tell_notices(files: Sequence[JournalFile], errors: Sequence[JournalError]) -
     notices = [file.notice for file in files if file.notice]
     for text in (*map(str, errors), *notices):
         print(f"kvcanary: {text}", file=sys.stderr)
+
+
+def tell_damage(files: Sequence[JournalFile]) -> bool:
+    """Say what was found to be broken while the files were read; whether anything was."""
+    broken = [file for file in files if file.damage]
+    for file in broken:
+        print(f"kvcanary: {file.path.name} is {file.damage}; this is what could be read of it", file=sys.stderr)
+    return bool(broken)
 
 
 class Wanted(NamedTuple):
@@ -154,7 +168,8 @@ def _show_runs(files: Sequence[JournalFile], *, json: bool) -> None:
         "run", "from", "engine", "began (UTC)", "seconds", "ended", "level", "events", "incidents", "missing"
     )
     for row in rows:
-        table.add_row(
+        _add(
+            table,
             row["run"],
             row["from"],
             row["engine"],
@@ -169,7 +184,7 @@ def _show_runs(files: Sequence[JournalFile], *, json: bool) -> None:
     _print(table)
     for row in rows:
         for reason, count in row["missing_because"].items():
-            print(f"{row['run']}: {count:,} events missing: {reason}")
+            print(printable(f"{row['run']}: {count:,} events missing: {reason}"))
 
 
 def _run(file: JournalFile) -> dict[str, Any]:
@@ -201,21 +216,26 @@ def _show_incidents(files: Sequence[JournalFile], limit: int, *, json: bool) -> 
     found = [(file, row) for file in files for row in file.findings(type="incident.opened")]
     shown = found[-limit:] if limit else found
     if json:
+        _say_missing(files, (NOT_KEPT,), sys.stderr)
         seqs = ((file, Query(first_seq=row.seq, last_seq=row.seq)) for file, row in shown)
         _print_json([_whole(file, event) for file, query in seqs for event in file.events(query)])
         return
     table = _table("time (UTC)", "incident", "seq", "forward", "headline")
     for _, row in shown:
-        table.add_row(iso_time(row.time_ns)[:23], row.incident, str(row.seq), str(row.forward), row.text)
+        _add(table, iso_time(row.time_ns)[:23], row.incident, str(row.seq), str(row.forward), row.text)
     _print(table)
     _say_rest(len(found), len(shown), "incidents")
+    _say_missing(files, (NOT_KEPT,))  # in what was left out on purpose, nothing was found
 
 
 def _show_events(files: Sequence[JournalFile], wanted: Wanted, limit: int, *, json: bool) -> None:
     found = [(file, event) for file in files for event in _matching(file, wanted)]
+    if wanted.where and not found:
+        nothing_fits(wanted.where)
     found.sort(key=lambda entry: entry[1].time_ns)
     shown = found[-limit:] if limit else found
     if json:
+        _say_missing(files, out=sys.stderr)
         _print_json([_whole(file, event) for file, event in shown])
         return
     several = len(files) > 1
@@ -223,20 +243,27 @@ def _show_events(files: Sequence[JournalFile], wanted: Wanted, limit: int, *, js
     for file, event in shown:
         run = (file.started.run,) if several else ()
         cells = (iso_time(event.time_ns)[:23], str(event.seq), str(event.forward or ""), event_name(event), say(event))
-        table.add_row(*run, *cells)
+        _add(table, *run, *cells)
     _print(table)
     _say_rest(len(found), len(shown), "events")
+    _say_missing(files)
+
+
+def _say_missing(files: Sequence[JournalFile], meant: tuple[str, ...] = (), out: TextIO | None = None) -> None:
+    """Say what the files lack, but for gaps whose reasons are ``meant``."""
     for file in files:
-        missing = sum(gap.size for gap in file.gaps())
+        missing = sum(gap.size for gap in file.gaps() if gap.reason not in meant)
         if missing:
-            print(f"{file.path.name} lacks {missing:,} events of its run; `kvcanary journal {file.path}` says why")
+            why = f"`kvcanary journal {file.path}` says why"
+            print(f"{file.path.name} lacks {missing:,} events of its run; {why}", file=out)
 
 
 def _matching(file: JournalFile, wanted: Wanted) -> Iterator[Event]:
     query, tests = wanted.query(file)
     for event in file.read(query):
         if isinstance(event, Gap):
-            print(f"{file.path.name}: events {event.first_seq} to {event.last_seq}: {event.reason}", file=sys.stderr)
+            where = f"{file.path.name}: events {event.first_seq} to {event.last_seq}"
+            print(printable(f"{where}: {event.reason}"), file=sys.stderr)
         elif all(test(event) for test in tests):
             yield event
 
@@ -273,6 +300,10 @@ def _table(*headers: str) -> Table:
         last = header in {"what", "headline", "ended"}
         table.add_column(header, justify="right" if right else "left", no_wrap=not last, overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*map(printable, cells))
 
 
 def _print(table: Table) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -17,14 +18,18 @@ from kvcanary.events import (
     RunStarted,
     UnknownEvent,
     ViolationDetected,
+    event_name,
+    event_types,
 )
-from kvcanary.observers.explain import explain
+from kvcanary.observers.explain import KINDS, explain
+from kvcanary.observers.explain_ownership import LEDGER_KINDS
 
 Concerns = Callable[[Event], bool]
 
 _REQUEST_FIELDS = ("request", "other", "writer_request", "owner_request")
 _NAMED_FIELDS = ("requests", "joined", "left")
 _MOST_RUNS = 6
+_MOST = 1 << 62
 _ENVELOPE = frozenset({*Event.__struct_fields__, "retired", "cause", "by"})
 
 
@@ -157,22 +162,50 @@ def span(text: str, option: str) -> tuple[int, int]:
     """``first:last``, either of which may be left out, or one number.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or runs backwards.
     """
     first, colon, last = text.partition(":")
     if not all(part.isdecimal() or not part for part in (first, last)) or not (first or last):
         raise ConfigError(f"{option} is {text!r}; expected FIRST:LAST, FIRST:, :LAST, or one number")
     low = int(first or 0)
-    return low, int(last or (1 << 62)) if colon else low
+    high = int(last or _MOST) if colon else low
+    if not low <= high <= _MOST:
+        raise ConfigError(f"{option} is {text!r}; expected FIRST:LAST with FIRST at most LAST, and LAST at most 2**62")
+    return low, high
+
+
+def not_negative(number: int, option: str) -> int:
+    """The number.
+
+    Raises:
+        ConfigError: it is negative.
+    """
+    if number < 0:
+        raise ConfigError(f"{option} is {number}; expected 0 or more")
+    return number
 
 
 def fits_kind(wanted: str) -> Concerns:
     """Events of a type (``incident.opened``) or a kind (``CONTENT``)."""
-    from kvcanary.events import event_name
-
     lower = wanted.lower()
 
     def fits(event: Event) -> bool:
         return lower in {event_name(event), str(getattr(event, "kind", "")).lower()}
 
     return fits
+
+
+def nothing_fits(wanted: str) -> None:
+    """No event is ``wanted``, a kind or a type: is there such a one at all?
+
+    Asked afterwards, since a journal may hold types of another version, or of somebody's own.
+
+    Raises:
+        ConfigError: this version knows none.
+    """
+    by_lower = {word.lower(): word for word in (*KINDS, *LEDGER_KINDS, *map(event_name, event_types()))}
+    if wanted.lower() in by_lower:
+        return
+    near = difflib.get_close_matches(wanted.lower(), by_lower, n=1)
+    hint = f"did you mean {by_lower[near[0]]}?" if near else f"known are {', '.join(by_lower.values())}"
+    raise ConfigError(f"--where is {wanted!r}: no event fits, and none is known by that kind or type; {hint}")

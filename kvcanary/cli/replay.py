@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvcanary.cli.journal import as_json, tell_notices
-from kvcanary.cli.journal_words import fits_kind, rank_of, say
+from kvcanary.cli.journal import as_json, tell_damage, tell_notices
+from kvcanary.cli.journal_words import fits_kind, not_negative, nothing_fits, rank_of, say
 from kvcanary.events import Event, event_name
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import JournalError, open_files
@@ -21,12 +21,14 @@ from kvcanary.observers.base import ObserverSpec
 from kvcanary.observers.log import DEFAULT_INTERESTS
 from kvcanary.observers.log_format import iso_time
 from kvcanary.replay import Difference, Replay, Verdict, in_order
+from kvcanary.text import printable
 
 _MOST_SHOWN = 20
 
 
 def replay(
     target: Path,
+    /,
     *,
     check: bool = False,
     observer: tuple[str, ...] = (),
@@ -59,6 +61,7 @@ def replay(
     Returns:
         The exit status.
     """
+    not_negative(from_, "--from")
     specs = [load_observer(name) for name in observer]
     unread: list[JournalError] = []
     with open_files(target, unread.append) as files:
@@ -66,21 +69,26 @@ def replay(
         replays = [Replay(file, first_seq=from_) for file in files]
         several = len(files) > 1
         fits = fits_kind(where) if where else None
+        shown = 0
         with _audience(specs) as audience:
             for one, events in in_order(replays):
                 chosen = [event for event in events if event.seq >= from_ and (fits is None or fits(event))]
+                shown += len(chosen)
                 if audience is not None:
                     audience.show(chosen)
                 elif not check:
                     _print_events(one, chosen, everything=fits is not None, several=several, json=json)
+        if where and not shown:
+            nothing_fits(where)
         verdicts = [one.verdict for one in replays]
+        broken = tell_damage(files) or bool(unread)
     if check:
         for verdict in verdicts:
             _print_verdict(verdict, json=json)
-        return int(bool(unread) or not all(verdict.holds for verdict in verdicts))
+        return int(broken or not all(verdict.holds for verdict in verdicts))
     for verdict in verdicts:
         _print_gaps(verdict.run, verdict.gaps, json=json)
-    return int(bool(unread))
+    return int(broken)
 
 
 # --- observers ----------------------------------------------------------------------------------------------
@@ -145,7 +153,8 @@ def _print_events(one: Replay, events: Sequence[Event], *, everything: bool, sev
             continue
         run = f"{rank_of(started.origin)} " if several else ""
         forward = f" forward {event.forward}" if event.forward else ""
-        print(f"{iso_time(event.time_ns)[:23]} {run}#{event.seq}{forward} {event_name(event)}: {say(event)}")
+        head = f"{iso_time(event.time_ns)[:23]} {run}#{event.seq}{forward}"
+        print(printable(f"{head} {event_name(event)}: {say(event)}"))
 
 
 def _print_gaps(run: str, gaps: Sequence[Gap], *, json: bool) -> None:
@@ -154,7 +163,7 @@ def _print_gaps(run: str, gaps: Sequence[Gap], *, json: bool) -> None:
             line = {"run": run, "type": "gap", "first_seq": gap.first_seq, "last_seq": gap.last_seq}
             print(msgspec.json.encode({**line, "reason": gap.reason}).decode())
         else:
-            print(f"run {run}: events {gap.first_seq} to {gap.last_seq} are missing: {gap.reason}")
+            print(printable(f"run {run}: events {gap.first_seq} to {gap.last_seq} are missing: {gap.reason}"))
 
 
 def _print_verdict(verdict: Verdict, *, json: bool) -> None:
@@ -186,7 +195,7 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
 def _print_difference(difference: Difference) -> None:
     print(f"  after event {difference.seq}:")
     for label, event in (("recorded", difference.recorded), ("derived now", difference.derived)):
-        print(f"    {label}: {f'{event_name(event)}: {say(event)}' if event is not None else 'nothing'}")
+        print(printable(f"    {label}: {f'{event_name(event)}: {say(event)}' if event is not None else 'nothing'}"))
     if difference.recorded is not None and type(difference.recorded) is type(difference.derived):
         then, now = _json(difference.recorded), _json(difference.derived)
         fields = [name for name in then if then[name] != now.get(name) and name != "seq"]

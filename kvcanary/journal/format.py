@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcanary.events import Event, PageRun, UnknownEvent
+from kvcanary.text import encodable
 
 APPLICATION_ID = 0x6B764A31
 """In the header of every journal, so that no other SQLite file is taken for one (or deleted as one)."""
@@ -141,7 +142,7 @@ class Frame:
             self.last_time_ns,
             zlib.crc32(data),
             _listed(self.requests),
-            msgspec.msgpack.encode(self.pages),
+            _packed(self.pages),
             data,
         )
 
@@ -152,8 +153,7 @@ def unpack(data: bytes, crc: int) -> Iterator[msgspec.Raw]:
     Raises:
         ValueError: it is not as it was written.
     """
-    if zlib.crc32(data) != crc:
-        raise ValueError("checksum differs")
+    check(data, crc)
     try:
         plain = memoryview(zlib.decompress(data))
     except zlib.error as error:
@@ -167,9 +167,19 @@ def unpack(data: bytes, crc: int) -> Iterator[msgspec.Raw]:
         at += length
 
 
+def check(data: bytes, crc: int) -> None:
+    """Whether a frame is as it was written.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if zlib.crc32(data) != crc:
+        raise ValueError("checksum differs")
+
+
 def names_request(requests: str, request: str) -> bool:
     """Whether a frame's list of requests may name this one."""
-    return f"{_SEPARATOR}{request}{_SEPARATOR}" in requests
+    return encodable(f"{_SEPARATOR}{request}{_SEPARATOR}") in requests
 
 
 def names_page(pages: bytes, group: str, page: int) -> bool:
@@ -193,11 +203,21 @@ class EventEncoder:
             pass
         return self._encoder.encode([self._one(event) for event in events])
 
+    def _encode(self, event: Event) -> bytes:
+        try:
+            return self._encoder.encode(event)
+        except UnicodeEncodeError:
+            return self._encoder.encode(encodable(msgspec.to_builtins(event)))
+
+    def one(self, event: Event) -> bytes:
+        """A MessagePack map."""
+        return bytes(self._one(event))
+
     def _one(self, event: Event) -> msgspec.Raw:
         if isinstance(event, UnknownEvent):
             return msgspec.Raw(_as_msgpack(event.raw))
         try:
-            return msgspec.Raw(self._encoder.encode(event))
+            return msgspec.Raw(self._encode(event))
         except (TypeError, ValueError, OverflowError) as error:
             envelope = {name: getattr(event, name) for name in Event.__struct_fields__}
             config = type(event).__struct_config__
@@ -208,5 +228,12 @@ def _as_msgpack(raw: bytes) -> bytes:
     return msgspec.msgpack.encode(msgspec.json.decode(raw)) if raw[:1] == b"{" else raw
 
 
+def _packed(pages: dict[str, list[PageRun]]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(pages)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode({encodable(group): runs for group, runs in pages.items()})
+
+
 def _listed(requests: set[str]) -> str:
-    return f"{_SEPARATOR}{_SEPARATOR.join(requests)}{_SEPARATOR}" if requests else ""
+    return encodable(f"{_SEPARATOR}{_SEPARATOR.join(requests)}{_SEPARATOR}") if requests else ""

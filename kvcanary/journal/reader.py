@@ -10,7 +10,7 @@ import contextlib
 import sqlite3
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -24,10 +24,13 @@ from kvcanary.journal.format import (
     Finding,
     Gap,
     Segment,
+    check,
     names_page,
     names_request,
     unpack,
 )
+
+T = TypeVar("T")
 
 UNEXPLAINED = "missing, and nothing says why"
 DAMAGED = "damaged in the file"
@@ -51,6 +54,28 @@ class Query(NamedTuple):
 EVERYTHING = Query()
 
 
+class _Row(NamedTuple):
+    """What chooses a frame."""
+
+    first_seq: int
+    last_seq: int
+    first_forward: int
+    last_forward: int
+    requests: str
+    pages: bytes
+
+
+class _Span(NamedTuple):
+    first_seq: int
+    last_seq: int
+
+
+# The names are those of the class above, never a caller's text.
+_ROWS = f"SELECT {', '.join(_Row._fields)} FROM frames WHERE first_seq > ? AND last_seq >= ? AND first_seq <= ?"  # noqa: S608
+_FRAMES = f"{_ROWS} ORDER BY first_seq LIMIT 256"
+_FRAMES_BACKWARDS = f"{_ROWS} ORDER BY first_seq DESC"
+
+
 class JournalFile:
     """One run's file, opened to be read. The run may go on.
 
@@ -62,6 +87,7 @@ class JournalFile:
         redacted: token ids and digests were withheld.
         schema_version: of the events. Older ones are read as they were; of newer ones, what this version does not know
             stays in :class:`~kvcanary.events.UnknownEvent`, byte for byte, or in fields that are passed over.
+        damage: what was found to be broken so far, in words; what can be read is read all the same.
 
     Raises:
         JournalError: there is no such file, or it is no journal that can be read.
@@ -69,12 +95,15 @@ class JournalFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
+        self.damage = ""
+        self._torn = False  # some frames cannot be found at all
         if not path.is_file():
             raise JournalError(f"there is no journal {str(path)!r}; give a file that a run wrote, or its directory")
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
+        self._db.text_factory = _text
         try:
             self._admit_lost_tail()
             self._check_header()
@@ -137,27 +166,26 @@ class JournalFile:
 
     @property
     def last_seq(self) -> int:
-        """Number of the last event that the file has, or knows to be missing."""
-        found = self._rows(
-            "SELECT max(last_seq) FROM (SELECT last_seq FROM frames UNION ALL SELECT last_seq FROM gaps)"
-        )
-        return int(found[0][0] or 0)
+        """Number of the run's last event, as far as the file knows."""
+        if self.stopped is not None:
+            return self.stopped.seq
+        spans = (span for table in ("frames", "gaps", "segments") for span in self._spans(table))
+        return max((span.last_seq for span in spans), default=0)
 
     @property
     def count(self) -> int:
         """Events in the file."""
-        return int(self._rows("SELECT sum(last_seq - first_seq + 1) FROM frames")[0][0] or 0)
+        return sum(span.last_seq - span.first_seq + 1 for span in self._spans("frames"))
 
     @property
     def last_time_ns(self) -> int:
         """Wall clock of the last event in the file."""
-        found = self._rows("SELECT max(last_time_ns) FROM frames")[0][0]
-        return int(found or self.started.time_ns)
+        times = (moment for (moment,) in self._rows("SELECT last_time_ns FROM frames", (), tuple[int]))
+        return max(times, default=self.started.time_ns)
 
     def segments(self) -> list[Segment]:
         """Where a replay may begin, in order."""
-        rows = self._rows("SELECT segment, first_seq, opened_by FROM segments ORDER BY first_seq")
-        return [Segment(*row) for row in rows]
+        return self._rows("SELECT segment, first_seq, opened_by FROM segments ORDER BY first_seq", (), Segment)
 
     def findings(self, **equal: Any) -> list[Finding]:
         """The index of findings, in order; only those whose columns equal what is given."""
@@ -165,11 +193,12 @@ class JournalFile:
         if known != equal:
             raise KeyError(f"findings have no column {', '.join(sorted(equal.keys() - known.keys()))}")
         where = " AND ".join(f'"{name}" = ?' for name in known) or "1"
-        query = f"SELECT * FROM findings WHERE {where} ORDER BY seq"  # noqa: S608 - names of the class, no caller's text
-        return [Finding(*row) for row in self._rows(query, tuple(known.values()))]
+        # The names are those of the class above, never a caller's text.
+        query = f"SELECT * FROM findings WHERE {where} ORDER BY seq"  # noqa: S608
+        return self._rows(query, tuple(known.values()), Finding)
 
     def gaps(self) -> list[Gap]:
-        """All that is missing, in order, with the reasons that were written down."""
+        """All that is missing, in order, with the reasons that were written down. Reads the whole file."""
         return [item for item in self._walk(EVERYTHING, events=False) if isinstance(item, Gap)]
 
     # --- events -------------------------------------------------------------------------------------------
@@ -186,51 +215,57 @@ class JournalFile:
         return (item for item in self._walk(query, events=True) if isinstance(item, Event))
 
     def _walk(self, query: Query, *, events: bool) -> Iterator[Event | Gap]:
-        told = self._told_gaps()
+        end = min(query.last_seq, self.last_seq)  # first: a run that goes on writes on behind it
         expected = max(1, query.first_seq)
         whole = query[2:] == EVERYTHING[2:]
-        try:
-            for row in self._frames(query):
-                if row[0] > expected and whole:
-                    yield from _gaps_between(expected, row[0] - 1, told)
-                if events and _may_fit(row, query):
-                    yield from self._open(row, query)
-                expected = max(expected, row[1] + 1)
-        except sqlite3.DatabaseError as error:
-            yield Gap(expected, expected, f"{DAMAGED}; nothing can be read from here on ({error})")
-            return
-        end = min(query.last_seq, max((gap.last_seq for gap in told), default=0))
-        if whole and end >= expected:
-            yield from _gaps_between(expected, end, told)
+        for row in self._frames(query):
+            if row.first_seq > expected and (whole or self._torn):
+                yield from self._missing(expected, row.first_seq - 1)
+            if _may_fit(row, query):
+                yield from self._open(row, query, events=events)
+            expected = max(expected, row.last_seq + 1)
+        if end >= expected and (whole or self._torn):
+            yield from self._missing(expected, end)
+        elif self._torn and self.stopped is None and query.last_seq >= expected:
+            yield Gap(expected, expected, f"{self.damage}; what came from here on, nobody can tell")
 
-    def _frames(self, query: Query) -> Iterator[tuple[Any, ...]]:
+    def _frames(self, query: Query) -> Iterator[_Row]:
         """Rows of frames, without their events. A few at a time: a reader must not hold up a run that goes on."""
-        after = -1
-        while True:
-            found = self._db.execute(
-                "SELECT first_seq, last_seq, first_forward, last_forward, requests, pages FROM frames "
-                "WHERE first_seq > ? AND last_seq >= ? AND first_seq <= ? ORDER BY first_seq LIMIT 256",
-                (after, query.first_seq, query.last_seq),
-            )
-            rows: list[tuple[Any, ...]] = []
-            try:
-                rows.extend(found)  # keeps what comes before an error
-            finally:
-                yield from rows
+        after, torn = -1, False
+        while not torn:
+            rows, torn = self._some(_FRAMES, (after, query.first_seq, query.last_seq), _Row)
+            yield from rows
             if not rows:
-                return
-            after = rows[-1][0]
+                break
+            after = rows[-1].first_seq
+        if torn:  # from the other end, up to what is broken
+            self._torn = True
+            yield from reversed(self._rows(_FRAMES_BACKWARDS, (after, query.first_seq, query.last_seq), _Row))
 
-    def _told_gaps(self) -> list[Gap]:
-        return [Gap(*row) for row in self._rows("SELECT * FROM gaps ORDER BY first_seq")]
+    def _missing(self, first: int, last: int) -> Iterator[Gap]:
+        """Numbers that no frame has, split by the reasons that were told."""
+        told = self._rows("SELECT * FROM gaps WHERE last_seq >= ? AND first_seq <= ? ORDER BY 1", (first, last), Gap)
+        unexplained = self.damage or UNEXPLAINED
+        for gap in told:
+            if gap.first_seq > first:
+                yield Gap(first, gap.first_seq - 1, unexplained)
+            upto = min(last, gap.last_seq)
+            yield Gap(max(first, gap.first_seq), upto, gap.reason, gap.time_ns)
+            first = upto + 1
+        if first <= last:
+            yield Gap(first, last, unexplained)
 
-    def _open(self, row: tuple[Any, ...], query: Query) -> Iterator[Event | Gap]:
-        first, last = row[0], row[1]
+    def _open(self, row: _Row, query: Query, *, events: bool) -> Iterator[Event | Gap]:
+        first = row.first_seq
         try:
             ((crc, data),) = self._db.execute("SELECT crc, events FROM frames WHERE first_seq = ?", (first,))
+            if not events:
+                check(data, crc)
+                return
             found = [self._decode(bytes(raw), first + at) for at, raw in enumerate(unpack(data, crc))]
-        except (sqlite3.DatabaseError, ValueError, msgspec.MsgspecError) as error:
-            yield Gap(first, last, f"{DAMAGED} ({error})")
+        except (sqlite3.DatabaseError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            self.damage = f"{DAMAGED} ({error})"
+            yield Gap(first, row.last_seq, self.damage)
             return
         for event in found:
             if query.first_seq <= event.seq <= query.last_seq:
@@ -250,11 +285,27 @@ class JournalFile:
             force_setattr(event, "seq", seq)
         return event
 
-    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def _spans(self, table: str) -> list[_Span]:
+        return self._rows(f"SELECT first_seq, last_seq FROM {table}", (), _Span)  # noqa: S608 - names of this module
+
+    def _rows(self, query: str, values: Sequence[Any], shape: type[T]) -> list[T]:
+        return self._some(query, values, shape)[0]
+
+    def _some(self, query: str, values: Sequence[Any], shape: type[T]) -> tuple[list[T], bool]:
+        """The rows up to the first one that is broken, and whether there is one.
+
+        Raises:
+            JournalError: nothing can be read any more.
+        """
+        found: list[T] = []
         try:
-            return self._db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+            found.extend(msgspec.convert(row, shape) for row in self._db.execute(query, values))
+        except sqlite3.OperationalError as error:
             raise self._unreadable(error) from error
+        except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
+            self.damage = f"{DAMAGED} ({error})"
+            return found, True
+        return found, False
 
     def close(self) -> None:
         """Close the file."""
@@ -267,27 +318,19 @@ class JournalFile:
         self.close()
 
 
-def _may_fit(row: tuple[Any, ...], query: Query) -> bool:
-    _, _, first_forward, last_forward, requests, pages = row
-    if last_forward < query.first_forward or first_forward > query.last_forward:
-        return False
-    if query.request and not names_request(requests, query.request):
-        return False
-    return query.page is None or names_page(pages, *query.page)
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
 
 
-def _gaps_between(first: int, last: int, told: Sequence[Gap]) -> Iterator[Gap]:
-    """The missing numbers, split by the reasons that were told."""
-    for gap in told:
-        if gap.last_seq < first or gap.first_seq > last:
-            continue
-        if gap.first_seq > first:
-            yield Gap(first, gap.first_seq - 1, UNEXPLAINED)
-        upto = min(last, gap.last_seq)
-        yield Gap(max(first, gap.first_seq), upto, gap.reason, gap.time_ns)
-        first = upto + 1
-    if first <= last:
-        yield Gap(first, last, UNEXPLAINED)
+def _may_fit(row: _Row, query: Query) -> bool:
+    if row.last_forward < query.first_forward or row.first_forward > query.last_forward:
+        return False
+    if query.request and not names_request(row.requests, query.request):
+        return False
+    try:
+        return query.page is None or names_page(row.pages, *query.page)
+    except msgspec.MsgspecError:  # damaged: its events will tell
+        return True
 
 
 def find_files(target: str | Path) -> list[Path]:

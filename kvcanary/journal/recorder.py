@@ -38,6 +38,7 @@ Level = Literal["incidents", "all"]
 
 FRAME_BYTES = 1 << 17
 SEGMENT_BYTES = 8 << 20
+_INT64 = 1 << 63
 CHECKPOINT_SHARE = 16
 """A segment is at least so many times as large as the checkpoint it began with: the books must not outweigh the run."""
 NOT_KEPT = "level incidents: nothing was found"
@@ -124,7 +125,8 @@ class Recorder:
 
     def lost(self, events: Sequence[Event], reason: str) -> Gap:
         """These events were given up; the ring must not span them."""
-        gap = Gap(events[0].seq, events[-1].seq, reason, events[-1].time_ns)
+        time_ns = events[-1].time_ns
+        gap = Gap(events[0].seq, events[-1].seq, reason, time_ns if _fits(time_ns) else 0)
         self._cut = True
         self._open_segment(gap.last_seq + 1, "gap", size=self._segment_size)
         return gap
@@ -157,6 +159,8 @@ class Recorder:
             self._open_segment(first.seq, "size")
         self._segment_size += len(chunk)
         forwards = [event.forward for event in events]
+        if not all(map(_fits, (*forwards, first.time_ns, last.time_ns))):
+            raise OverflowError("a time or forward of these events does not fit 64 bits")
         least = min(forwards) or min(filter(None, forwards), default=0)
         frame = Frame(
             self._segment,
@@ -358,6 +362,11 @@ def _note_finding(event: Event, frame: Frame) -> None:
     frame.requests.update((found.request, getattr(event, "other", ""), *requests))
     if found.page >= 0:
         frame.pages.setdefault(found.group, []).append(PageRun(0, found.page, 1))
+
+
+def _fits(number: int) -> bool:
+    """Whether SQLite can hold it."""
+    return -_INT64 <= number < _INT64
 
 
 _EDGES = frozenset({RunStarted, OwnershipCheckpointed, RunStopped})

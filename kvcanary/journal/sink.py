@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvcanary.delivery import SinkReport, failure
 from kvcanary.endings import seconds_left
-from kvcanary.errors import ConfigError
+from kvcanary.errors import ConfigError, words_of
 from kvcanary.events import Event, RunStarted
 from kvcanary.journal.format import Frame, Gap
 from kvcanary.journal.recorder import FRAME_BYTES, Begin, Item, Level, Recorder
@@ -154,7 +154,7 @@ class Journal:
             items = self._recorder.take(events)
         except Exception as error:  # noqa: BLE001 - whatever an event of somebody's own does, the drain goes on
             if self._begun:
-                self._drop(events, f"{type(error).__name__}: {error}")
+                self._drop(events, words_of(error))
             else:
                 self._count_lost(events)  # no gap either: the run that it would be in has no file
             self.tell(failure(self.name, error, "", 1, "continued"))
@@ -258,7 +258,8 @@ class Journal:
             delivered=max(0, self._taken - self._dropped - undelivered),
             dropped=self._dropped,
             undelivered=undelivered,
-            state=self._state,
+            state="failing" if self._trouble and self._state == "running" else self._state,
+            error=self._trouble,
         )
 
     # --- the writing thread -------------------------------------------------------------------------------
@@ -281,6 +282,11 @@ class Journal:
                 if self._failed(error, failures):
                     break
                 continue
+            except Exception as error:  # noqa: BLE001 - its thread must not end without a word
+                self._trouble, self._state = words_of(error), "stopped"
+                self._closing = True
+                self.tell(failure(self.name, error, "", failures + 1, "stopped"))
+                break
             failures = 0
             self._trouble = ""
             self.path = writer.path

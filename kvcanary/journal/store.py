@@ -8,17 +8,15 @@ import sqlite3
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvcanary._version import __version__
 from kvcanary.events import SCHEMA_VERSION, RunStarted
-from kvcanary.journal.format import APPLICATION_ID, FORMAT, SCHEMA, Frame, Gap
+from kvcanary.journal.format import APPLICATION_ID, FORMAT, SCHEMA, EventEncoder, Frame, Gap
 from kvcanary.journal.recorder import Begin, End, Item
+from kvcanary.text import encodable
 
 PRUNED = "retention: the file reached its bound"
 _INSERT_FRAME = "INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_FINDING = "INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_INSERT_END = "INSERT OR REPLACE INTO meta VALUES ('stopped', ?)"
 _INSERT_GAP = "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)"
 _BUSY_SECONDS = 5.0
 _WAL_BYTES = 8 << 20
@@ -64,10 +62,10 @@ class Store:
         # The indices are small and read as a whole; a large cache would be the process's memory.
         run("PRAGMA cache_size = -2048")
         values = {
-            "run": started.run,
+            "run": encodable(started.run),
             "kvcanary": __version__,
             "schema_version": SCHEMA_VERSION,
-            "started": msgspec.msgpack.encode(started),
+            "started": EventEncoder().one(started),
             **notes,
         }
         with self._transaction():
@@ -87,8 +85,8 @@ class Store:
         rows = [frame.row() for frame in frames]  # compresses; before the transaction, which holds up readers
         with self._transaction():
             self._db.executemany(_INSERT_FRAME, rows)
-            self._db.executemany(_INSERT_FINDING, [found for frame in frames for found in frame.findings])
-            self._db.executemany(_INSERT_GAP, gaps)
+            self._db.executemany(_INSERT_FINDING, [encodable(found) for frame in frames for found in frame.findings])
+            self._db.executemany(_INSERT_GAP, [encodable(gap) for gap in gaps])
             for frame in frames:
                 self._db.execute(
                     "INSERT INTO segments VALUES (?, ?, ?, ?) "
@@ -96,7 +94,7 @@ class Store:
                     (frame.segment.number, frame.first_seq, frame.last_seq, frame.segment.opened_by),
                 )
             for stopped in ends:
-                self._db.execute(_INSERT_END, (msgspec.msgpack.encode(stopped),))
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (EventEncoder().one(stopped),))
         self._prune()
 
     @property

@@ -51,6 +51,9 @@ class Writer:
         begin, path = self._begin, self.path
         if begin is None or path is None:
             raise ValueError("items of a journal must follow the Begin of their run")
+        if self._store is not None and not path.exists():
+            self.close()
+            raise FileNotFoundError(f"somebody deleted {path}; it is begun anew if that is possible")
         if self._store is None:
             self._store = Store(path, begin, self._notes, limit_bytes=self._bounds.file, max_pages=self._bounds.pages)
         try:

@@ -297,8 +297,13 @@ def _check_options(spec: ObserverSpec) -> None:
     if not _is(int, spec.max_failures) or spec.max_failures < 1:
         raise refuse("max_failures", spec.max_failures, "at least 1")
     for label, function in (("handler", spec.call), ("open", spec.open), ("close", spec.close)):
-        if function is not None and not callable(function):
-            raise refuse(label, function, "something callable")
+        if function is not None and not _does_its_work_when_called(function):
+            raise refuse(label, function, "something callable that yields nothing")
+
+
+def _does_its_work_when_called(function: object) -> bool:
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return callable(function) and not yields
 
 
 def _is(kind: type, value: object) -> bool:

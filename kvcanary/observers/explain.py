@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvcanary.events import ViolationDetected
 from kvcanary.observers.ledger import Owner
+from kvcanary.text import printable
 
 BITS64 = 1 << 64
 _MISREAD = frozenset({"UNWRITTEN", "POSITION", "DIGEST"})
@@ -61,7 +62,17 @@ def explain(violation: ViolationDetected, owners: Sequence[Owner] = ()) -> Expla
         f"forward {violation.forward}"
     )
     evidence = (*words.evidence, *_circumstances(violation), *_history(violation, owners))
-    return Explanation(headline, words.cause, evidence, words.found, words.expected)
+    return in_print(Explanation(headline, words.cause, evidence, words.found, words.expected))
+
+
+def in_print(words: Explanation) -> Explanation:
+    """The words without what would break a line or command a terminal: engines take request ids from clients."""
+    if all(map(str.isprintable, (words.headline, words.cause, words.found, words.expected, *words.evidence))):
+        return words
+    evidence = tuple(map(printable, words.evidence))
+    return Explanation(
+        printable(words.headline), printable(words.cause), evidence, printable(words.found), printable(words.expected)
+    )
 
 
 # --- parts of sentences -------------------------------------------------------------------------------------

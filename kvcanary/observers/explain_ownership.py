@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvcanary.events import OwnershipViolated
-from kvcanary.observers.explain import Explanation
+from kvcanary.observers.explain import Explanation, in_print
 from kvcanary.observers.ledger import Owner
 
 
@@ -17,7 +17,7 @@ def explain_ownership(event: OwnershipViolated, owners: Sequence[Owner] = ()) ->
     headline = f"{event.kind}: {', '.join(place)}: found {found}, expected {expected}, forward {event.forward}"
     suffers = (f"request {event.other} is the other party",) if event.other else ()
     detail = (event.detail,) if event.detail else ()
-    return Explanation(headline, cause, (*detail, *suffers, *_history(owners)), found, expected)
+    return in_print(Explanation(headline, cause, (*detail, *suffers, *_history(owners)), found, expected))
 
 
 def _history(owners: Sequence[Owner]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvcanary.events import Event, HazardCounted, OwnershipViolated
 from kvcanary.observers.base import stamp
+from kvcanary.text import printable
 
 MAX_RUNS_TOLD = 4
 """Runs of pages that a violation lists in words; the rest is a number."""
@@ -56,7 +57,7 @@ class Findings:
                 page=runs[0].first,
                 request=request,
                 other=other,
-                detail=f"{_listed(runs)}: {detail}",
+                detail=printable(f"{_listed(runs)}: {detail}"),
                 page_runs=tuple((pages.first, pages.size) for pages in runs[:MAX_RUNS]),
             )
             for (kind, group, request, other, detail), runs in found.items()

@@ -284,6 +284,11 @@ class Ledger:
         """Whether it is memory outside of the pool, which no forward touches."""
         return bool(self.groups) and group not in self.groups
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Living requests."""
+        return self._lives.keys()
+
     def known(self, name: str) -> Life | None:
         """The living request of this name, if there is one."""
         return self._lives.get(name)

@@ -19,6 +19,7 @@ from kvcanary.observers.metrics import METRICS, Metric
 from kvcanary.observers.redact import redact as withhold
 from kvcanary.observers.tally import Tally
 from kvcanary.observers.trace_context import SpanOf, TraceContext
+from kvcanary.text import encodable
 
 if TYPE_CHECKING:
     from opentelemetry._logs import LoggerProvider
@@ -149,8 +150,8 @@ class OTelLogs:
             context=context,
             severity_number=SeverityNumber(severity_number(level)),
             severity_text=level.upper(),
-            body=describe(event),
-            attributes={PREFIX + name: value for name, value in fields.items() if value is not None},
+            body=encodable(describe(event)),
+            attributes={PREFIX + name: encodable(value) for name, value in fields.items() if value is not None},
             event_name=PREFIX + event_name(event),
         )
 

@@ -104,13 +104,12 @@ class Transfers:
                 if entry is None:
                     continue
                 notes = entry.notes
-                if flight in notes.flights:
+                own, intrudes = flight in notes.flights, flight in notes.intruders
+                if own or intrudes:  # both, where one that intrudes was started once more for the page's new owner
                     flights = tuple(one for one in notes.flights if one is not flight)
-                    failure = self._failure(flight, failed, entry) if failed else notes.failure
-                    space.put(first, count, entry.noting(flights=flights, failure=failure))
-                elif flight in notes.intruders:
                     intruders = tuple(one for one in notes.intruders if one is not flight)
-                    space.put(first, count, entry.noting(intruders=intruders))
+                    failure = self._failure(flight, failed, entry) if failed and own else notes.failure
+                    space.put(first, count, entry.noting(flights=flights, intruders=intruders, failure=failure))
 
     def _failure(self, flight: Flight, forward: int, entry: Entry) -> Failure:
         life, live = self._ledger.known(flight.request), entry.live()
@@ -121,7 +120,7 @@ class Transfers:
         return Failure(flight.name, life.name, forward, life, life.restarts)
 
     def _landed_after_all(self, flight: Flight) -> None:
-        for group, start, length in flight.spans:
+        for group, start, length in sorted(flight.spans):  # in the order that a checkpoint keeps
             space = self._ledger.space(group)
             for first, count, entry in space.spans(start, length):
                 failure = entry.notes.failure if entry is not None else None

@@ -16,6 +16,7 @@ from kvcanary.observers.base import Restart
 from kvcanary.observers.extras import require
 from kvcanary.observers.metrics import METRICS, Metric
 from kvcanary.observers.tally import Tally
+from kvcanary.text import encodable
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -97,7 +98,7 @@ class PrometheusSink:
                 family.add_metric((), list(zip(bounds, found.counts, strict=True)), found.total)
             else:
                 for labels, value in self._tally.values(metric.name).items():
-                    family.add_metric(labels, value)
+                    family.add_metric(encodable(labels), value)
             yield family
 
     def _serve(self, host: str, port: int) -> None:

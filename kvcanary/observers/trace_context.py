@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from kvcanary.errors import words_of
 from kvcanary.observers.extras import require
 from kvcanary.observers.log_format import Fields, Processor
 
@@ -54,7 +55,7 @@ class TraceContext:
         try:
             span = self.find(_requests(fields))
         except Exception as error:  # noqa: BLE001 - a line without its trace is better than none
-            fields["trace_error"] = f"{type(error).__name__}: {error}"
+            fields["trace_error"] = words_of(error)
             span = self._around
         if span is not None:
             fields["trace_id"] = f"{span.trace_id:032x}"

@@ -57,6 +57,8 @@ def test_a_taken_port_is_told_and_the_canary_works_on(make_bench: Callable[..., 
         bench.engine.admit("a", 6)
         bench.engine.step()
         failed = bench.of("ObserverFailed")
+        report = bench.canary.status()["observers"]["prometheus"]
     assert failed[0].observer == "prometheus"
     assert "Address already in use" in failed[0].error
+    assert (report["state"], report["error"]) == ("failing", failed[0].error)
     assert bench.of("SnapshotTaken")[-1].verified["sealed"]["full"] == 6

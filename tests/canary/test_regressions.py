@@ -196,3 +196,16 @@ def test_a_start_that_fails_leaves_no_thread_behind() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive()
+
+
+def test_a_request_that_is_no_string_is_refused_by_the_call_and_does_not_end_the_watch(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    request: Any = 5
+    with pytest.raises(BatchError, match="request 5: ids must be strings"):
+        bench.canary.free(0, [1], request=request)
+    bench.engine.admit("a", 6)
+    bench.engine.step()
+    assert bench.violations() == []
+    assert bench.canary.stop(5).reason == "stopped"

@@ -403,6 +403,16 @@ def test_a_sink_that_blocks_for_ever_is_measured_beside_one_that_does_not(rehear
     assert details["seconds_to_stop"] < 6
 
 
+def test_a_watch_in_trouble_is_measured_beside_one_that_is_not(rehearsal: Setting) -> None:
+    (outcome,) = run(choose(["engine_thread_loss_percent.in_trouble"]), rehearsal)
+    assert outcome.reason == ""
+    assert outcome.measured is not None
+    details = outcome.measured.details
+    assert min(details["dropped"].values()) > 0
+    assert details["stopped_cleanly"] is False
+    assert details["seconds_to_stop"] < details["deadline_s"] + 0.5
+
+
 def test_only_stream_shows_all_that_concerns_the_stream() -> None:
     names = [row.name for row in choose(["stream"])]
     heads = {name.partition(".")[0] for name in names}

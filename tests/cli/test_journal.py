@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,12 @@ def test_the_newest_are_shown_and_the_rest_is_a_number(run: Run, folder: Path) -
         (("--page", "full"), "--page is 'full'; expected GROUP:NUMBER"),
         (("--page", "swa:3"), "--page names group 'swa'; kvcanary-r1.sqlite has full"),
         (("--forwards", "a:b"), "--forwards is 'a:b'; expected FIRST:LAST"),
+        (("--forwards", "60:40"), "--forwards is '60:40'; expected FIRST:LAST with FIRST at most LAST"),
+        (("--seq", f"{1 << 63}:"), "and LAST at most 2**62"),
+        (("--limit", "-1"), "--limit is -1; expected 0 or more"),
+        (("--where", "INPUT_TOKN"), "--where is 'INPUT_TOKN': no event fits, and none is known by that kind or type;"),
+        (("--where", "pages.fred"), "did you mean pages.freed?"),
+        (("--where", "?"), "known are WRITE_FOREIGN, "),
     ],
 )
 def test_what_cannot_be_looked_for_is_an_error_with_an_example(
@@ -169,6 +177,44 @@ def test_one_file_that_cannot_be_read_does_not_hide_the_others(
     assert "kvcanary-broken.sqlite cannot be read" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("journal",), "r1 "),
+        (("journal", "--incidents"), "kvcanary-r1.sqlite lacks "),
+        (("journal", "--request", "r5"), "requests.admitted"),
+        (("journal", "--where", "forward.launched"), "32 rows, 32 tokens"),
+        (("replay",), "run.started: test on here"),
+        (("replay", "--check"), "but events are missing"),
+    ],
+)
+def test_of_a_damaged_file_every_command_shows_what_can_be_read_and_says_that_it_is_damaged(
+    run: Run, tmp_path: Path, words: tuple[str, ...], shown: str
+) -> None:
+    path = record(tmp_path, make_events(25_000))
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    status, out, err = run(words[0], path, *words[1:])
+    assert status == 1
+    assert shown in out
+    assert "kvcanary-r1.sqlite is damaged in the file (database disk image is malformed)" in err
+
+
+def test_a_listing_says_how_much_a_damaged_file_lacks(run: Run, tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(20_000))
+    with sqlite3.connect(path) as db:
+        first, last = db.execute(
+            "SELECT first_seq, last_seq FROM frames ORDER BY first_seq LIMIT 1 OFFSET 1"
+        ).fetchone()
+        db.execute("UPDATE frames SET events = zeroblob(40) WHERE first_seq = ?", (first,))
+    db.close()
+    status, out, err = run("journal", path, "--json")
+    (row,) = lines(out)
+    assert status == 1
+    assert row["missing"] == last - first + 1
+    assert row["missing_because"] == {"damaged in the file (checksum differs)": row["missing"]}
+    assert "this is what could be read of it" in err
+
+
 @pytest.mark.parametrize("command", ["journal", "replay"])
 def test_help_shows_examples(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")
@@ -203,6 +249,16 @@ def test_ranks_are_replayed_together(run: Run, folder: Path) -> None:
         "run.stopped",
         "gap",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--from", "-1"), "--from is -1; expected 0 or more"), (("--where", "CONTNT"), "did you mean CONTENT?")],
+)
+def test_what_no_event_can_be_is_an_error(run: Run, folder: Path, words: tuple[str, ...], message: str) -> None:
+    status, _, err = run("replay", folder, *words)
+    assert status == 2
+    assert message in err
 
 
 def test_where_and_from_choose_events(run: Run, folder: Path) -> None:

@@ -21,6 +21,7 @@ from kvcanary.events import (
     RunStarted,
     RunStopped,
     Ticked,
+    json_codec,
 )
 from kvcanary.observers.base import MAX_FAILURES, ObserverSpec, OnFull, observer
 from kvcanary.queues import EventQueue, ThreadSignal
@@ -381,6 +382,44 @@ def test_a_crash_is_an_event_that_names_the_sink_the_error_and_what_happens(bus:
     assert bus.reports()["bad"] == SinkReport(delivered=1, failed=1)
 
 
+def test_a_sink_is_failing_from_an_error_until_it_handles_an_event_again(bus: Bus) -> None:
+    bad = failing(2)
+    bus.subscribe(bad)
+    bus.begin_run(started())
+    flush(bus)
+    assert bus.reports()["bad"] == SinkReport(failed=1, state="failing", error="RuntimeError: number 1")
+    bus.publish(ticks(2))
+    flush(bus)
+    assert bus.reports()["bad"] == SinkReport(delivered=1, failed=2)
+
+
+class UnspeakableError(Exception):
+    """Cannot say what happened."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UnspeakableError(), "UnspeakableError (and no text, since its __str__ raises)"),
+        (ValueError("\ud800"), "ValueError: \\ud800"),
+        (ValueError("x" * 10_000), f"ValueError: {'x' * 2000}... (10,000 characters)"),
+    ],
+)
+def test_an_error_is_told_in_words_that_can_be_written_whatever_it_is(bus: Bus, error: Exception, words: str) -> None:
+    def fail(_: Event) -> None:
+        raise error
+
+    bus.subscribe(ObserverSpec("bad", (Event,), fail))
+    bus.begin_run(started())
+    flush(bus)
+    (failed,) = failures_of(bus)
+    assert failed.error == words
+    assert json_codec().decode(json_codec().encode(failed)) == failed
+
+
 def test_a_sink_is_stopped_after_failures_in_a_row(bus: Bus) -> None:
     bad = failing()
     subscription = bus.subscribe(ObserverSpec("bad", (Event,), bad.handle, max_failures=3))
@@ -388,7 +427,8 @@ def test_a_sink_is_stopped_after_failures_in_a_row(bus: Bus) -> None:
     bus.publish(ticks(10))
     assert subscription.wait(SOON)
     assert [failed.action for failed in failures_of(bus)] == ["continued", "continued", "stopped"]
-    assert subscription.report() == SinkReport(failed=3, undelivered=8, state="stopped")
+    report = SinkReport(failed=3, undelivered=8, state="stopped", error="RuntimeError: number 3")
+    assert subscription.report() == report
     assert len(bad.seen) == 3
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -40,6 +42,20 @@ def test_a_wrong_value_is_refused_with_its_field_and_its_range(field: str, value
     with pytest.raises(ConfigError) as caught:
         CanaryConfig(**settings)
     assert str(caught.value).startswith(f"{field} is {value!r}; expected {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("jurnal", "did you mean journal\\?"), ("xyz", "known are mode, fingerprint")]
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_one(name: str, hint: str) -> None:
+    settings: dict[str, Any] = {"mode": "log", name: "runs"}
+    with pytest.raises(ConfigError, match=f"there is no setting '{name}'; {hint}"):
+        CanaryConfig(**settings)
+
+
+def test_a_configuration_survives_pickling_and_copying() -> None:
+    config = CanaryConfig(mode="log", journal="runs")
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_a_quota_above_the_ring_is_refused() -> None:

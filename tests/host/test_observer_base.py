@@ -272,3 +272,14 @@ def test_folds_are_told_from_sinks() -> None:
 
     assert is_fold(StatsFold(1))
     assert not is_fold(Sink())
+
+
+def test_a_handler_that_yields_would_never_run_and_is_refused() -> None:
+    class Yielding:
+        interests = (Event,)
+
+        async def handle(self, event: Event) -> object:
+            yield event
+
+    with pytest.raises(ConfigError, match="expected something callable that yields nothing"):
+        as_observer(Yielding())

@@ -111,6 +111,13 @@ def test_bytes_that_are_no_such_calls_are_refused(data: bytes) -> None:
         unpack(data)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"request": "a", "wrong": 1}])
+def test_a_call_with_other_arguments_is_refused_by_name(arguments: dict[str, Any]) -> None:
+    data = msgspec.msgpack.encode((WIRE_VERSION, [("preempt", arguments)]))
+    with pytest.raises(ConfigError, match=r"packed facts hold preempt\(\) with .*expected request"):
+        unpack(data)
+
+
 def test_every_call_has_its_method() -> None:
     methods = {name for name in vars(LifecycleCalls) if not name.startswith("_")}
     assert methods == set(typing.get_args(CallName))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcanary.cli.benches.stream import make_events
-from kvcanary.events import StatsReported
+from kvcanary.events import ObserverFailed, StatsReported, Ticked
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import DAMAGED, UNEXPLAINED, JournalError, JournalFile, find_files
 from kvcanary.journal.retention import make_room
@@ -82,6 +82,35 @@ def test_after_a_gap_a_new_segment_begins_with_a_checkpoint(tmp_path: Path) -> N
     assert gaps
     assert {gap.reason for gap in gaps} == {"the disk did not keep up: the queue was full"}
     assert any(segment.opened_by == "ownership.checkpointed" for segment in segments)
+
+
+def test_a_file_that_is_deleted_under_a_run_is_told_begun_anew_and_its_loss_is_seen(tmp_path: Path) -> None:
+    with recording(tmp_path) as made:
+        made.publish(make_events(500))
+        assert made.flush()
+        before = made.bus.seq
+        made.path.unlink()
+        made.publish(make_events(500))
+        assert made.flush()
+        made.published += made.bus.pump()
+    (failed,) = (event for event in made.published if isinstance(event, ObserverFailed))
+    assert "somebody deleted" in failed.error
+    with made.open() as file:
+        gaps = file.gaps()
+    assert (gaps[0].first_seq, gaps[-1].last_seq) == (1, before)
+    assert {gap.reason for gap in gaps} == {UNEXPLAINED}
+
+
+def test_a_time_that_no_file_can_hold_costs_its_event_and_no_other(tmp_path: Path) -> None:
+    with recording(tmp_path) as made:
+        made.publish([Ticked(time_ns=1 << 63)])
+        made.publish(make_events(100))
+        made.flush()
+    with made.open() as file:
+        (gap,) = file.gaps()
+        assert file.stopped is not None
+    assert (gap.first_seq, gap.last_seq) == (2, 2)
+    assert "does not fit 64 bits" in gap.reason
 
 
 # --- retention --------------------------------------------------------------------------------------------------
@@ -191,6 +220,55 @@ def test_of_a_file_with_a_lost_tail_the_rest_is_read_and_the_loss_is_said(tmp_pa
     assert kept == sorted(kept)
     assert len(kept) > 1000
     assert any(isinstance(item, Gap) and DAMAGED in item.reason for item in items)
+
+
+def test_of_a_file_with_a_broken_place_what_is_behind_it_is_read_as_well(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(60_000))
+    with sqlite3.connect(path) as db:
+        (last,) = db.execute("SELECT max(seq) FROM (SELECT last_seq AS seq FROM frames)").fetchone()
+        query = "SELECT pageno FROM dbstat WHERE name = 'frames' AND pagetype = 'leaf' ORDER BY path"
+        pages = [number for (number,) in db.execute(query)]
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((pages[len(pages) // 2] - 1) * 4096)
+        file.write(bytes(4096))
+    with JournalFile(path) as file:
+        items = list(file.read())
+        gaps = file.gaps()
+        assert file.damage
+    assert [item for item in items if isinstance(item, Gap)] == gaps
+    (gap,) = gaps
+    assert DAMAGED in gap.reason
+    kept = seqs([item for item in items if not isinstance(item, Gap)])
+    assert kept == [seq for seq in range(1, last + 1) if not gap.first_seq <= seq <= gap.last_seq]
+    assert kept[0] == 1
+    assert kept[-1] == last
+
+
+def test_a_frame_at_the_end_that_was_taken_out_is_missed(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(4000))
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM frames WHERE first_seq > 1000")
+    db.close()
+    with JournalFile(path) as file:
+        (gap,) = file.gaps()
+        assert file.stopped is not None
+        assert (gap.last_seq, gap.reason) == (file.stopped.seq, UNEXPLAINED)
+
+
+def test_a_gap_that_is_told_while_the_file_is_read_is_explained(tmp_path: Path) -> None:
+    with recording(tmp_path, bounds=Small._replace(queue=1)) as made:
+        made.publish(make_events(2000))
+        made.flush()
+        with made.open() as file:
+            items = iter(file.read())
+            next(items)
+            made.publish(make_events(500))
+            made.flush()
+            made.publish(make_events(500))
+            made.flush()
+            reasons = {item.reason for item in items if isinstance(item, Gap)}
+    assert UNEXPLAINED not in reasons
 
 
 @pytest.mark.parametrize(

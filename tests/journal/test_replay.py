@@ -206,6 +206,24 @@ def test_the_runs_of_many_ranks_are_replayed_in_the_order_of_time(tmp_path: Path
     assert all(replay.verdict.holds for replay in replays)
 
 
+def test_the_ledger_of_each_rank_is_judged_apart(tmp_path: Path) -> None:
+    """The same page of the same group is another page on another rank, and each has its own requests."""
+    for run, request in (("r1", "a"), ("r2", "b")):
+        with recording(tmp_path) as made:
+            made.bus.end_run("done")
+            made.begin(run)
+            taken = PagesAllocated(
+                forward=1, retired=0, group="full", requests=(request,), runs=(PageRun(0, 5, 1),), time_ns=1
+            )
+            made.publish([taken])
+    with open_files(tmp_path) as files:
+        replays = [Replay(file) for file in files if len(list(file.events())) > 2]
+        events = [event for _, events in in_order(replays) for event in events]
+    assert sum(isinstance(event, PagesAllocated) for event in events) == 2
+    assert not any(isinstance(event, OwnershipViolated) for event in events)
+    assert all(replay.verdict.holds for replay in replays)
+
+
 def test_the_recorded_configuration_makes_the_folds_as_far_as_it_is_known() -> None:
     event = started()
     assert config_of(event) == CONFIG

@@ -22,14 +22,15 @@ NEWER: list[dict[str, Any]] = [
     {"type": "violation.detected", "seq": 4, "kind": 7},
     {"type": "facts.lost", "seq": 5},
 ]
+LAST = {"type": "run.stopped", "seq": 6}
 
 
 @pytest.fixture
 def newer(tmp_path: Path) -> Path:
     """A journal whose events come from a later version."""
     path = record(tmp_path, [CanaryArmed() for _ in NEWER])
-    chunk = msgspec.msgpack.encode([{"type": "run.started", "seq": 1, "run": "r1", "origin": {}}, *NEWER])
-    row = Frame(Segment(1, 1, ""), 1, 5, 0, 0, 0, 0, [chunk], len(chunk)).row()
+    chunk = msgspec.msgpack.encode([{"type": "run.started", "seq": 1, "run": "r1", "origin": {}}, *NEWER, LAST])
+    row = Frame(Segment(1, 1, ""), 1, 6, 0, 0, 0, 0, [chunk], len(chunk)).row()
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM frames")
         db.execute("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
@@ -40,7 +41,7 @@ def newer(tmp_path: Path) -> Path:
 
 def test_unknown_fields_are_passed_over_and_unknown_types_keep_their_bytes(newer: Path) -> None:
     with JournalFile(newer) as file:
-        _, armed, sharded, misshapen, lost = file.events()
+        _, armed, sharded, misshapen, lost, _ = file.events()
         assert file.schema_version == SCHEMA_VERSION + 1
     assert armed == CanaryArmed(seq=2, forward=7)
     for event, sent in ((sharded, NEWER[1]), (misshapen, NEWER[2]), (lost, NEWER[3])):
@@ -52,7 +53,7 @@ def test_unknown_fields_are_passed_over_and_unknown_types_keep_their_bytes(newer
 def test_a_replay_passes_unknown_events_on(newer: Path) -> None:
     with JournalFile(newer) as file:
         events = [event for events in Replay(file) for event in events]
-    assert [event.seq for event in events] == [1, 2, 3, 4, 5]
+    assert [event.seq for event in events] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("command", ["journal", "replay"])

@@ -16,8 +16,10 @@ from kvcanary.cli.benches.rows import BenchError, Measured
 from kvcanary.cli.benches.running import Setting
 from kvcanary.cli.benches.stream import make_snapshot, make_started
 from kvcanary.config import CanaryConfig
+from kvcanary.delivery import SinkReport
 from kvcanary.events import Event, ForwardRetired, RunStarted
 from kvcanary.facts import FactLog
+from kvcanary.journal.sink import Journal
 from kvcanary.mailbox import Mailbox
 from kvcanary.observers import default_folds
 from kvcanary.pipeline import Drain, DrainReport
@@ -38,12 +40,12 @@ GROUP = "full"
 def measure(setting: Setting, name: str) -> Measured:
     """Blocks of equal work in turns, with and without facts; the value is the median loss of a pair."""
     observers, blocked = _OBSERVERS.get(name.partition(".")[2], (1, False))
-    work = _Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
+    work = Work(1 / (STEPS_PER_S * (20 if setting.rehearse else 1)))
     requests = setting.size(REQUESTS, 40)
-    bare, engine = _Scheduler(requests), _Engine(requests, observers, blocked=blocked)
+    bare, engine = Scheduler(requests), Engine(requests, observers, blocked=blocked)
     pairs = setting.size(10 if setting.quick else PAIRS, 2)
     try:
-        losses = [_pair(bare, engine, work, number) for number in range(pairs)]
+        losses = [pair(engine, bare, work, number) for number in range(pairs)]
     finally:
         clean, seconds = engine.stop()
     if engine.published == 0 or engine.lost:
@@ -73,27 +75,29 @@ def measure(setting: Setting, name: str) -> Measured:
     )
 
 
-def _pair(bare: _Scheduler, engine: _Engine, work: _Work, number: int) -> float:
+def pair(engine: Engine, other: Engine | Scheduler, work: Work, number: int) -> float:
+    """Percent of throughput that ``engine`` loses against ``other`` (a scheduler: nobody watches), in one block each.
+
+    Which of them comes first changes with ``number``. A watched block lasts until its facts went through the folds.
+    """
     times: dict[bool, float] = {}
-    for watched in (bool(number % 2), not number % 2):
-        if watched:
-            engine.resume()
+    for first in (bool(number % 2), not number % 2):
+        turn = engine if first else other
+        if isinstance(turn, Engine):
+            turn.resume()
         began = time.perf_counter()
         for _ in range(STEPS):
-            if watched:
-                engine.step()
-            else:
-                bare.step()
+            turn.step()
             work()
-        if watched:
-            engine.settle()
-        times[watched] = time.perf_counter() - began
-        if watched:
-            engine.pause()
+        if isinstance(turn, Engine):
+            turn.settle()
+        times[first] = time.perf_counter() - began
+        if isinstance(turn, Engine):
+            turn.pause()
     return 100 * (1 - times[False] / times[True])
 
 
-class _Work:
+class Work:
     """The engine's own work of one step: a Python loop that takes ``seconds`` when nothing disturbs it."""
 
     def __init__(self, seconds: float) -> None:
@@ -102,6 +106,7 @@ class _Work:
         self._rounds = max(1, int(self._rounds * seconds / fastest))
 
     def __call__(self) -> int:
+        """Do it."""
         total = 0
         for i in range(self._rounds):
             total ^= i
@@ -177,7 +182,7 @@ class _Source:
         return events
 
 
-class _Scheduler:
+class Scheduler:
     """An engine's own bookkeeping of requests and pages."""
 
     def __init__(self, requests: int) -> None:
@@ -214,10 +219,10 @@ class _Scheduler:
         return [self._free.popleft() for _ in range(PAGES_EACH - (row + self.steps) % 8)]
 
 
-class _Engine:
+class Engine:
     """Records what an engine with many decoding requests records."""
 
-    def __init__(self, requests: int, observers: int, *, blocked: bool) -> None:
+    def __init__(self, requests: int, observers: int, *, blocked: bool, journal: Journal | None = None) -> None:
         config = CanaryConfig(mode="log")
         self._facts = FactLog(config.fact_queue)
         self._facts.enabled = True
@@ -229,10 +234,13 @@ class _Engine:
         self._blocked = _Blocked()
         if blocked:
             self._bus.subscribe(self._blocked)
+        if journal is not None:
+            self._bus.attach(journal)
         self.dropped = 0
+        self.report = DrainReport()
         self._drain = Drain(self._source, self._bus)
         self._drain.start()
-        self._scheduler = _Scheduler(requests)
+        self._scheduler = Scheduler(requests)
         self._tags = itertools.count(1)
         self._due: dict[str, int] = dict.fromkeys(("facts", "mark", "check", "seal", "scrub"), 0)
         self.forward = 1
@@ -247,6 +255,11 @@ class _Engine:
     def published(self) -> int:
         """Events that reached the sink."""
         return min(ear.count for ear in self._ears)
+
+    @property
+    def reports(self) -> dict[str, SinkReport]:
+        """What became of the events of each sink."""
+        return self._bus.reports()
 
     @property
     def lost(self) -> int:
@@ -297,7 +310,7 @@ class _Engine:
     def stop(self) -> tuple[bool, float]:
         """Stop the drain; whether it was clean, and how long it took."""
         self.resume()
-        report: DrainReport = self._drain.stop(STOP_S)
+        self.report = report = self._drain.stop(STOP_S)
         stuck = report.sinks.get(self._blocked.name)
         self.dropped = 0 if stuck is None else stuck.dropped
         self._blocked.gate.set()

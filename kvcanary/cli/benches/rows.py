@@ -334,6 +334,15 @@ ROWS: tuple[Row, ...] = (
             ("blocked_sink", "a sink that blocks for ever beside the observer", 1),
         )
     ),
+    Row(
+        name="engine_thread_loss_percent.in_trouble",
+        title="beside a sink that blocks for ever and a full disk, against the same watch without them",
+        unit="%",
+        bench="trouble",
+        part="stream",
+        target=1,
+        needs="cpu",
+    ),
     *(
         Row(
             name=f"snapshot_to_observer_ms.{place}",
