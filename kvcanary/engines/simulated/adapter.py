@@ -55,9 +55,7 @@ class _Watched:
         for method in (self.store, self.stored, self.load, self.loaded):
             after(engine.tier, method.__name__, method)
         self.patches.wrap(engine, "forward", self.forward)
-        canary.arm()
-        for group, pool in engine.pools.items():
-            canary.free(group, pool.free)  # so that what is read in them later is known to be nobody's
+        canary.arm(free={group: pool.free for group, pool in engine.pools.items()})
 
     def end(self) -> None:
         self.patches.undo()
