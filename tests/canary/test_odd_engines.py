@@ -129,3 +129,20 @@ def test_pages_that_move_onto_one_another_in_one_call_keep_their_records(bench: 
 def test_pages_whose_bytes_did_not_move_along_are_found(bench: Bench) -> None:
     compact(bench, copies=False)
     assert bench.kinds() == {"CONTENT"}
+
+
+def test_a_second_request_that_reads_a_broken_link_is_counted_and_one_whose_end_is_wrong_is_named(bench: Bench) -> None:
+    engine = bench.engine
+    prompts = {name: engine.new_tokens(2 * PAGE) for name in "ab"}
+    for name, prompt in prompts.items():
+        engine.admit(name, 0, tokens=prompt)
+    engine.step()
+    mixed = [engine.pages["a"][0], engine.pages["b"][1]]  # the second page is right, what goes before it is another's
+    for number in range(2):
+        more = engine.new_tokens(1)
+        engine.admit(f"c{number}", 0, pages=mixed, tokens=[*prompts["b"], *more])
+        engine.step([f"c{number}"])
+    engine.admit("d", 0, pages=mixed, tokens=[*prompts["a"], *engine.new_tokens(1)])
+    engine.step(["d"])
+    assert [(one.kind, one.request) for one in bench.violations()] == [("DIGEST", "c0"), ("REQUEST_DIGEST", "d")]
+    assert bench.of("SnapshotTaken")[-1].violations_repeated == 2
