@@ -74,7 +74,7 @@ class ForwardBatch:
         query_start_loc: ``[B + 1]``, non-decreasing; row ``b`` has tokens ``[b]`` up to ``[b + 1]``. A real row may
             have none.
         context_lens: ``[B]``, old positions of each row (its length before this forward).
-        request_rows: ``[B]``, the rows that :meth:`Canary.admit` gave out; negative: padding.
+        request_rows: ``[B]``, the rows that :meth:`Canary.admit` gave out, each once; negative: padding.
         groups: one item for each group of the layout, in its order; None: the group takes no part.
         positions: ``[T]``; None: consecutive from ``context_lens``.
         token_salts: int64 ``[T]``, 0: none. Binds media content to its placeholder tokens.

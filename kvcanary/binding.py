@@ -17,7 +17,7 @@ from kvcanary.kernels import DeviceFact, Kernels
 from kvcanary.layout import PoolLayout
 from kvcanary.record import make_keys
 from kvcanary.requests import Registry
-from kvcanary.state import DeviceState, Limits, PoisonMode, Word
+from kvcanary.state import DeviceState, Limits, PoisonMode, Role, Word
 
 Pages = Sequence[int] | torch.Tensor
 
@@ -44,6 +44,7 @@ class Binding:
         self._state: DeviceState | None = None
         self.registry = Registry(0)
         self._armed = False
+        self._suppressed: set[Role] = set()
         self._poison: PoisonMode = "off"
         self._pending: list[DeviceFact] = []
         self._late: deque[DeviceFact] = deque()

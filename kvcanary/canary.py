@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvcanary.batch import ForwardBatch
+from kvcanary.binding import Pages
 from kvcanary.compiled import CompiledForward, Hooks
 from kvcanary.config import CanaryConfig, no_quarantine
 from kvcanary.decode import Decoder
@@ -28,13 +29,11 @@ from kvcanary.run_info import describe_run
 from kvcanary.snapshot import SnapshotRing
 from kvcanary.state import Role, Word
 from kvcanary.steps import Step
-from kvcanary.tools import Tools
+from kvcanary.tools import ROLES, Tools
 from kvcanary.transfers import Transfers
 
 Quarantiner = Callable[[Quarantine], Iterable[Event]]
 """An adapter's hand: takes requests and pages out of service, says what it did."""
-
-_ROLES = {role.name.lower(): role for role in Role}
 
 
 class Canary(Transfers, Tools):
@@ -53,8 +52,7 @@ class Canary(Transfers, Tools):
         if config.mode == "off":
             raise ConfigError("mode 'off' makes no canary; use install_canary() or watch(), which return none then")
         super().__init__(config, observers)
-        self._suppressed: set[Role] = set()
-        self._due = dict.fromkeys(_ROLES, 0)
+        self._due = dict.fromkeys(ROLES, 0)
         self._quarantiner: Quarantiner | None = None
         self._step = Step(self, self._begin_step, self._end_step)
         self._cuda = False
@@ -116,7 +114,7 @@ class Canary(Transfers, Tools):
         self._stream = stream
         self._cuda = layout.device.type == "cuda"
         self._scrub_budget = self._scrub_bytes
-        self._due = dict.fromkeys(_ROLES, 0)
+        self._due = dict.fromkeys(ROLES, 0)
         self._full = tuple(i for i, g in enumerate(layout.groups) if g.ring is None)
         self._rings = tuple(i for i, g in enumerate(layout.groups) if g.ring is not None)
         self._all = tuple(range(len(layout.groups)))
@@ -151,22 +149,34 @@ class Canary(Transfers, Tools):
         self.unbind()
         return super().stop(deadline)
 
-    def arm(self) -> None:
-        """Forget all records and check from now on: after warm-up and graph capture. May wait for the device."""
+    def arm(self, *, free: Mapping[str | int, Pages] | None = None) -> None:
+        """Forget all records and check from now on: after warm-up and graph capture. May wait for the device.
+
+        Args:
+            free: by group the pages that nobody holds now, where they are known: a read of one is ``UNWRITTEN`` then.
+                Of pages of which nothing was told, nothing is claimed.
+
+        Raises:
+            BatchError: no pool is attached, or a page outside of it; nothing has changed then.
+        """
         state = self.state
+        unheld = {group: self._checked(group, pages) for group, pages in (free or {}).items()}
         self._launch_facts()
         with self._on_stream():
             state.reset()
             state.counters[Word.ARMED] = 1
         self._armed = True
         self.emit(CanaryArmed(forward=self.next_forward, time_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()))
+        for group, pages in unheld.items():
+            self.free(group, pages)
 
     # --- a forward ----------------------------------------------------------------------------------------
 
     def step(self) -> AbstractContextManager[Canary]:
         """Around the engine's forward call or graph replay. May hold several forwards.
 
-        Entering applies the facts on the forward's stream and, in ``raise`` mode, raises what was found.
+        Entering applies the facts on the forward's stream and, in ``raise`` mode, raises what was found. What is told
+        within it holds from its next :meth:`enter`; a replayed graph has none, so tell before the step then.
 
         Raises:
             KVCorruptionError: in ``raise`` mode, at every step once corruption was found.
@@ -187,7 +197,9 @@ class Canary(Transfers, Tools):
     def enter(self, batch: ForwardBatch, *, part: str = DEFAULT_PART) -> None:
         """Mark and check, after the engine resolved its inputs and before the model runs.
 
-        Nested calls count once. ``part``: the part of the groups' sources that this forward writes.
+        Nested calls count once; facts told within the step are applied first. ``part``: the part of the groups' sources
+        that this forward writes. What earlier ones sealed of its slots, in any part, is sealed no more: where two
+        models write the same slots, use :meth:`turn_to` within one forward.
 
         Raises:
             BatchError: shapes, dtypes, devices or capacities disagree; nothing was launched.
@@ -205,8 +217,11 @@ class Canary(Transfers, Tools):
         batch.validate(self.layout, state.limits.max_tokens, state.limits.max_batch_rows)
         self._depth = 1
         self._part = self._poisoned = part
-        # A captured forward runs at its replays, which count it.
+        # A captured forward runs at its replays, which count it; facts do not belong into the graph.
         self._counted = not self._capturing()
+        if self._counted and self._pending:
+            self._launch_facts()
+            self.facts.stamp(self.next_forward + self._entered, self._ring.retired)
         self._entered += self._counted
         self._rows, self._tokens = batch.num_rows, batch.num_tokens
         self._entry(batch)
@@ -365,16 +380,6 @@ class Canary(Transfers, Tools):
                 pages=wanted.pages,
             )
             self.emit(failed)
-
-    def suppress(self, role: str, *, suppressed: bool = True) -> None:
-        """Stop launching one role, to see that health reports it. For tests and drills.
-
-        Raises:
-            ConfigError: no such role.
-        """
-        if role not in _ROLES:
-            raise ConfigError(f"no launch role {role!r}; roles are {', '.join(_ROLES)}")
-        (self._suppressed.add if suppressed else self._suppressed.discard)(_ROLES[role])
 
     # --- small helpers ------------------------------------------------------------------------------------
 

@@ -300,6 +300,8 @@ class SnapshotTaken(Event, frozen=True, kw_only=True, gc=False, tag="snapshot.ta
     violations: dict[str, int] = {}
     """per kind, exact, also where single rows were dropped"""
     violations_dropped: int = 0
+    violations_repeated: int = 0
+    """found again at a slot, or of a row, that was reported for it; in no other count"""
     new_tokens: int = 0
     digest_sum: str = ""
     scrub_passes: dict[str, int] = {}

@@ -187,6 +187,12 @@ class FactRecorder:
         lost = self._lost or [0, self._forward, 0]
         self._lost = [lost[0] + 1, lost[1], self._forward]
 
+    def stamp(self, forward: int, retired: int) -> None:
+        """What was recorded within a step holds from its next forward, number ``forward``. Engine's thread."""
+        if self.enabled:
+            self.retired = retired
+            self._stamp(forward)
+
     def _stamp(self, forward: int, time_ns: int = 0, monotonic_ns: int = 0) -> None:
         """Close a window: the calls since the last one hold from ``forward``. Losses are told once there is room."""
         self._forward = forward
@@ -236,9 +242,8 @@ class FactLog(FactRecorder):
     def step(self, forward: int, retired: int) -> None:
         """A step begins: the facts since the last one hold from its first forward. Engine's thread."""
         if self.enabled:
-            self.retired = retired
             self._in_step = True
-            self._stamp(forward)
+            self.stamp(forward, retired)
 
     def launched(  # noqa: PLR0917 - the columns of one fact
         self, forward: int, retired: int, rows: int, tokens: int, forwards: int, due: dict[str, int]

@@ -108,10 +108,18 @@ class Lifecycle(Reporting):
             tokens: prompt plus output, for the finish audit.
             length: tokens that the cache should hold; default ``len(tokens) - 1``, because the last sampled
                 token was never fed to the model.
+
+        Raises:
+            BatchError: fewer tokens than ``length``, by which nothing could be audited; the request is still live then.
         """
         if length is None:
             length = max(len(tokens) - 1, 0) if tokens is not None else 0
         length = _length(request, "length", length)
+        if tokens is not None and len(tokens) < length and self.is_live(request):
+            raise BatchError(
+                f"request {request!r}: finish() got {len(tokens)} tokens for length {length}; give all of them, or "
+                "none if the engine does not know them"
+            )
         entry = self.registry.finish(request)
         if entry is None:
             return
@@ -157,6 +165,10 @@ class Lifecycle(Reporting):
 
     def free(self, group: str | int, pages: Pages, request: str | None = None, *, judged: bool = False) -> None:
         """The allocator took pages back. Records stay until the pages are handed out again.
+
+        Of a page with several holders tell it when the last one has gone, or each time with the ``request`` that gives
+        its hold back; one that goes on to write into the page says :meth:`own` then. What stays in the prefix index is
+        not free until it leaves that.
 
         ``judged``: as for :meth:`alloc`; the records go at once, so that a row that still reads the pages is found
         at its next forward.

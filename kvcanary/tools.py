@@ -10,7 +10,7 @@ import torch
 
 from kvcanary.binding import Binding
 from kvcanary.decode import OWNER_STATES
-from kvcanary.errors import BatchError
+from kvcanary.errors import BatchError, ConfigError
 from kvcanary.layout import KVSource
 from kvcanary.record import (
     MASK32,
@@ -21,9 +21,12 @@ from kvcanary.record import (
     parse_owner,
     parse_writer,
 )
+from kvcanary.state import Role
 
 _CHUNK = 1 << 14
 MOST_MIB = 1 << 20
+ROLES = {role.name.lower(): role for role in Role}
+"""Launch roles by the names that events give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,16 @@ class Tools(Binding):
         budget = self._scrub_bytes if mib is None else int(mib * (1 << 20))
         if budget > 0:
             self._kernels.seal(self.state, "", budget, last=False, nonfinite=False)
+
+    def suppress(self, role: str, *, suppressed: bool = True) -> None:
+        """Stop launching one role, to see that health reports it. For tests and drills.
+
+        Raises:
+            ConfigError: no such role.
+        """
+        if role not in ROLES:
+            raise ConfigError(f"no launch role {role!r}; roles are {', '.join(ROLES)}")
+        (self._suppressed.add if suppressed else self._suppressed.discard)(ROLES[role])
 
     def _slots(self, group: int, pages: Sequence[int] | None) -> torch.Tensor:
         item = self.layout.groups[group]

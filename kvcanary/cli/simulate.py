@@ -58,7 +58,7 @@ def simulate(
     if backend == "triton" and device == "cpu":
         interpret_triton()
     load_kernels(backend, device)  # a backend that does not work here is no file's fault
-    results = [_result(path, backend) for path in files_in(paths)]
+    results = [_absent(path) if not path.exists() else _result(path, backend) for path in files_in(paths)]
     if json:
         print(msgspec.json.format(msgspec.json.encode(as_json(results, trace=verbose)), indent=2).decode())
     else:
@@ -83,21 +83,23 @@ class Result:
 
 
 def files_in(paths: Sequence[Path]) -> list[Path]:
-    """The files that are meant, each once.
+    """The files that are meant, each once; a path that does not exist is among them.
 
     Raises:
-        ConfigError: there is none, or a path does not exist.
+        ConfigError: there is none.
     """
     found: dict[Path, None] = {}
     for path in paths:
-        if not path.exists():
-            raise ConfigError(f"{path}: there is no such file or folder")
         for file in sorted(path.rglob("*.toml")) if path.is_dir() else [path]:
             found[file] = None
     if not found:
         searched = ", ".join(map(str, paths)) or "nothing; name files or folders"
         raise ConfigError(f"no scenario files (*.toml) found in {searched}")
     return list(found)
+
+
+def _absent(path: Path) -> Result:
+    return Result(path, error=f"{path}: there is no such file or folder")
 
 
 def _result(path: Path, backend: Backend) -> Result:

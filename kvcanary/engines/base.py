@@ -5,6 +5,7 @@ Importing this module imports no engine and no torch.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -119,7 +120,17 @@ def find_adapter(engine: object) -> Adapter:
 
 
 def unarmed_checks(adapter: Adapter) -> dict[str, str]:
-    """Checks that cannot be made because the adapter does not deliver what they need, each with its reason."""
+    """Checks that cannot be made because the adapter does not deliver what they need, each with its reason.
+
+    Raises:
+        ConfigError: it says that it delivers what is no fact.
+    """
+    for fact in sorted(adapter.facts - FACTS):
+        near = difflib.get_close_matches(fact, FACTS, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"the {adapter.name} adapter names a fact {fact!r} in `facts`{hint}; facts are {', '.join(sorted(FACTS))}"
+        )
     missing = FACTS - adapter.facts
     return {
         check: f"the {adapter.name} adapter delivers no {', '.join(sorted(missing & set(needs)))} facts"

@@ -44,7 +44,24 @@ def concerns(wrong: Wrong, finding: Finding) -> bool:
 def _seen(wrong: Wrong, outcome: Outcome) -> bool:
     """Whether somebody said so in time, or nobody could."""
     due = deadline(wrong, outcome)
-    return due is None or any(concerns(wrong, one) and one.forward <= due for one in outcome.findings)
+    return due is None or _told(wrong, outcome, due) or _told_before(wrong, outcome)
+
+
+def _told(wrong: Wrong, outcome: Outcome, due: int) -> bool:
+    return any(concerns(wrong, one) and one.forward <= due for one in outcome.findings)
+
+
+def _told_before(wrong: Wrong, outcome: Outcome) -> bool:
+    """Whether it is a repeat: a broken link is told once a slot, whoever comes by the same wrong way later."""
+    links = [one for one in outcome.findings if one.kind == "DIGEST"]
+    earlier = [
+        other
+        for other in outcome.truth
+        if (other.group, other.slot, other.kind) == (wrong.group, wrong.slot, "read")
+        and other.forward < wrong.forward
+        and other.found == wrong.found
+    ]
+    return any(concerns(other, link) and link.forward < wrong.forward for other in earlier for link in links)
 
 
 def deadline(wrong: Wrong, outcome: Outcome) -> int | None:
@@ -100,7 +117,7 @@ def search(
     """Run a program for each seed; ``faults`` are those that they may have, "" for none. ``told`` after each."""
     found = Search()
     for seed in seeds:
-        program = random_program(seed, faults=faults, length=length)
+        program = random_program(seed, faults=faults, length=length, odd=True)
         outcome = run(program)
         found.programs += 1
         found.forwards += outcome.forwards

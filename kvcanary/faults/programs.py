@@ -10,13 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
 from kvcanary.engines.simulated import STYLES, SimulatedAdapter, SimulatedEngine, Style, Wrong
+from kvcanary.engines.simulated.rearranging import deduplicate, defragment
 from kvcanary.engines.simulated.requests import Request
+from kvcanary.engines.simulated.style import Sliding
+from kvcanary.errors import ConfigError
 from kvcanary.events import Event, OwnershipViolated, ViolationDetected
 from kvcanary.faults.injectors import Injection
 from kvcanary.faults.simulated_faults import SIMULATED, SimulatedInjector
+from kvcanary.state import PoisonMode
 
 Finding = ViolationDetected | OwnershipViolated
 LONGEST = 40
@@ -41,6 +47,7 @@ class Program:
         seed: of the engine.
         calls: one after the other.
         fault: name of a fault that is planted before call ``at``; "": none.
+        poison: the canary's setting.
     """
 
     style: Style
@@ -48,11 +55,14 @@ class Program:
     calls: tuple[Call, ...]
     fault: str = ""
     at: int = 0
+    poison: PoisonMode = "off"
 
     def __str__(self) -> str:
         calls = " ".join(f"{call.what}:{call.number}" for call in self.calls)
+        style = self.style.name or str(self.style)
+        poison = f", poison {self.poison}" if self.poison != "off" else ""
         planted = f", {self.fault} before call {self.at}" if self.fault else ""
-        return f"style {self.style.name}, seed {self.seed}{planted}: {calls}"
+        return f"style {style}, seed {self.seed}{poison}{planted}: {calls}"
 
 
 @dataclass(slots=True)
@@ -72,6 +82,8 @@ class Outcome:
 
 # --- making them --------------------------------------------------------------------------------------------
 
+_SLIDING: tuple[Sliding, ...] = ("", "", "ring", "translated", "null")
+_POISON: tuple[PoisonMode, ...] = ("off", "off", "sample", "full")
 _WEIGHTS = {
     "step": 50,
     "submit": 24,
@@ -79,6 +91,8 @@ _WEIGHTS = {
     "alike": 4,
     "preempt": 4,
     "fork": 4,
+    "defragment": 3,
+    "deduplicate": 3,
     "offload": 6,
     "weights": 2,
     "idle": 3,
@@ -87,17 +101,51 @@ _WEIGHTS = {
 }
 
 
-def random_program(seed: int, *, faults: Sequence[str] = (), styles: Sequence[Style] = (), length: int = 22) -> Program:
-    """A program drawn from ``seed``; ``faults`` are those that it may have, "" for none at all."""
+def random_style(rng: random.Random) -> Style:
+    """A style that is none of the named ones: odd sizes of pages, windows, rings, chunks; more forwards in flight."""
+    while True:
+        sliding = rng.choice(_SLIDING)
+        drafts = rng.choice((0, 0, 1, 3))
+        page_size = rng.choice((1, 2, 3, 4, 8, 16))
+        try:
+            return Style(
+                name="",
+                pages=rng.choice((12, 24, 64)) if page_size > 2 else 96,
+                page_size=page_size,
+                slot_tables=sliding == "translated" or rng.random() < 0.3,
+                sliding=sliding,
+                window=rng.randint(2, 14),
+                depth=0 if drafts else rng.randrange(4),
+                chunk=rng.randint(1, 9),
+                rows=rng.randint(1, 6),
+                drafts=drafts,
+                draft_layer=sliding != "ring" and rng.random() < 0.2,
+                cache=sliding in {"", "null"} and rng.random() < 0.8,
+                padding=rng.choice((0, 0, 1, 3)),
+                tells_rewinds=rng.random() < 0.5,
+            )
+        except ConfigError:
+            continue  # too few pages
+
+
+def random_program(
+    seed: int, *, faults: Sequence[str] = (), styles: Sequence[Style] = (), length: int = 22, odd: bool = False
+) -> Program:
+    """A program drawn from ``seed``; ``faults`` are those that it may have, "" for none at all.
+
+    ``odd``: half of all styles are random ones, and half of all programs have poison.
+    """
     rng = random.Random(seed)
-    style = rng.choice(list(styles or STYLES.values()))
+    style = random_style(rng) if odd and rng.random() < 0.5 else rng.choice(list(styles or STYLES.values()))
+    poison = rng.choice(_POISON) if odd else "off"
     fitting = [name for name in faults if not name or SIMULATED[name].fits(style)]
     chosen = rng.choice(fitting) if fitting else ""
     wanted = SIMULATED[chosen].calls.split() if chosen else []
     weights = [weight + 8 * (what in wanted) for what, weight in _WEIGHTS.items()]
     calls = [Call("submit", rng.randrange(1 << 20))]
     calls += [Call(what, rng.randrange(1 << 20)) for what in rng.choices(list(_WEIGHTS), weights, k=length)]
-    return Program(style=style, seed=seed, calls=tuple(calls), fault=chosen, at=rng.randrange(2, length))
+    at = rng.randrange(2, length)
+    return Program(style=style, seed=seed, calls=tuple(calls), fault=chosen, at=at, poison=poison)
 
 
 # --- running them -------------------------------------------------------------------------------------------
@@ -127,7 +175,8 @@ class Inline:
 def run(program: Program, *, config: CanaryConfig | None = None, device: str = "cpu") -> Outcome:
     """Run a program, to the end of all its requests."""
     engine = SimulatedEngine(program.style, seed=program.seed, device=device)
-    inline = Inline(engine, config or CanaryConfig(mode="log", key=7, stats_every=0, health_every=0))
+    given = config or CanaryConfig(mode="log", key=7, stats_every=0, health_every=0)
+    inline = Inline(engine, replace(given, poison=program.poison) if program.poison != "off" else given)
     injector = SimulatedInjector(engine, seed=program.seed)
     player = Player(engine)
     engine.oracle.watchful = bool(program.fault)
@@ -179,6 +228,8 @@ class Player:
         }
         running: dict[str, Callable[[Request], object]] = {
             "preempt": engine.preempt,
+            "defragment": lambda one: defragment(engine, one),
+            "deduplicate": lambda one: deduplicate(engine, one),
             "offload": engine.tier.send,
             "fork": self._fork,
         }

@@ -245,11 +245,13 @@ def _bytes(component: str) -> Callable[[Injector, Batch], Hit | None]:
         row = batch.rows[injector.rng.choice(rows)]
         style = injector.engine.style
         low = max(0, row.context - style.window + 1) if group == "window" else 0
+        if low == row.context:  # a window of one token has no old ones
+            return None
         place = injector.rng.randrange(low, row.context)
         place = place % style.ring if group == "window" and style.ring else place
         page = row.request.pages[group][place // style.page_size]
         buffer = getattr(injector.engine.memory[group], component)
-        words = buffer[injector.rng.randrange(2), page, place % style.page_size].view(torch.int32)
+        words = buffer[injector.rng.randrange(len(buffer)), page, place % style.page_size].view(torch.int32)
         bit = 1 << injector.rng.randrange(20)
         return (row.request.name,), group, lambda: words[:1].bitwise_xor_(bit)
 
@@ -261,11 +263,11 @@ def _not_a_number(injector: Injector) -> None:
     memory = engine.memory["full"]
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
-        def write(slots: torch.Tensor, values: torch.Tensor) -> None:
-            original(slots, values)
-            slot = int(slots[0])
-            if injector.injection is None and slot >= engine.style.page_size:
-                memory.scale[1, slot // engine.style.page_size, slot % engine.style.page_size] = torch.nan
+        def write(slots: torch.Tensor, values: torch.Tensor, model: str) -> None:
+            original(slots, values, model)
+            slot, size = int(slots[0]), engine.style.page_size
+            if injector.injection is None and slot >= size:
+                memory.scale[memory.layers[model].stop - 1, slot // size, slot % size] = torch.nan
                 injector.done(group="full", forward=engine.oracle.executing)
 
         return write
@@ -281,7 +283,10 @@ def _translation(value: int) -> Callable[[Injector, Batch], Hit | None]:
         if not rows:
             return None
         row, table = batch.rows[injector.rng.choice(rows)], injector.engine.model.translation
-        place = injector.rng.randrange(max(0, row.context - style.window + 1), row.context)
+        low = max(0, row.context - style.window + 1)
+        if low == row.context:
+            return None
+        place = injector.rng.randrange(low, row.context)
         slot = row.request.pages["full"][place // style.page_size] * style.page_size + place % style.page_size
 
         def work() -> None:

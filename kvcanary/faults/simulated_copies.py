@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcanary.engines.simulated import SimulatedEngine, Style
+from kvcanary.engines.simulated.memory import DRAFT
 from kvcanary.engines.simulated.requests import Request
 from kvcanary.faults.simulated_ops import Injector, Operation, instead, operation
 
@@ -87,6 +88,15 @@ def _no_scales(injector: Injector, package: Any) -> bool:
     return True
 
 
+def _no_draft(injector: Injector, package: Any) -> bool:
+    """The model's layers arrive, the draft model's stay behind."""
+    memory = injector.engine.memory["full"]
+    layers = memory.layers[DRAFT]
+    for saved, old in zip(package.saved["full"], memory.save(package.held("full")), strict=True):
+        saved[layers] = old[layers]
+    return bool(package.held("full"))
+
+
 def _other_layout(_injector: Injector, package: Any) -> bool:
     """Layers are read in another order than they were written in."""
     kv, scale = package.saved["full"]
@@ -143,6 +153,10 @@ def _overlaps(style: Style) -> bool:
     return style.depth > 0
 
 
+def _has_draft_layer(style: Style) -> bool:
+    return style.draft_layer
+
+
 def _copies_pages(style: Style) -> bool:
     return style.page_size > 1 and style.sliding != "translated"
 
@@ -193,6 +207,16 @@ COPY_FAULTS: tuple[Operation, ...] = (
         instead(_tier, "load", _bad_load(_no_scales)),
         within=None,
         case="ROCm/ATOM#2146",
+        calls="offload",
+    ),
+    operation(
+        "lost-draft-layer",
+        "A load brings the layers of the model and not that of the draft model.",
+        "CONTENT",
+        instead(_tier, "load", _bad_load(_no_draft)),
+        within=None,
+        fits=_has_draft_layer,
+        case="sgl-project/sglang#23346",
         calls="offload",
     ),
     operation(

@@ -116,11 +116,25 @@ def _digest(digest: str, other: str) -> str:
 
 
 def _another_wrote(v: ViolationDetected) -> bool:
-    return bool(v.writer_forward and v.tag and v.writer_tag != v.tag)
+    return bool(v.writer_forward and v.tag and v.writer_tag != v.tag) and not _same_name(v, v.writer_request)
 
 
 def _another_owns(v: ViolationDetected) -> bool:
-    return v.owner_state == "held" and bool(v.owner_tag and v.tag and v.owner_tag != v.tag)
+    others = v.owner_state == "held" and bool(v.owner_tag and v.tag and v.owner_tag != v.tag)
+    return others and not _same_name(v, v.owner_request)
+
+
+def _same_name(v: ViolationDetected, name: str) -> bool:
+    """Whether it is the reader itself: one that resumes has a new tag."""
+    return bool(name) and name == v.request
+
+
+def _nobody_reads(v: ViolationDetected) -> str | None:
+    """The likely fault when the row is that of no live request."""
+    if v.tag or v.request or v.row < 0:
+        return None
+    whose = f", through pages that {_owner(v)} holds" if v.owner_state == "held" and v.owner_tag else ""
+    return f"stale row: the forward goes over a row whose request has ended, or was never admitted{whose}"
 
 
 def _was_taken(v: ViolationDetected, owners: Sequence[Owner]) -> bool:
@@ -244,7 +258,10 @@ def _position(v: ViolationDetected) -> Words:
     offset = v.position_found - v.position_expected
     evidence = (f"off by {offset:+d}",)
     found, expected = f"a record of position {v.position_found}", f"position {v.position_expected}"
-    if _another_owns(v):
+    nobodys = _nobody_reads(v)
+    if nobodys is not None:
+        cause = nobodys
+    elif _another_owns(v):
         cause = f"stale slot: the table of request {_reader(v)} names a page that {_owner(v)} holds (or swapped rows)"
     elif _another_wrote(v):
         cause = f"foreign write: {_writer(v)} wrote where request {_reader(v)} reads"
@@ -260,6 +277,9 @@ def _wrong_digest(v: ViolationDetected) -> Words:
         # Before the first token there is only the seed, which comes from the identity.
         cause = "other identity: the page was computed under another adapter, salt or tenant than the request has"
         return Words(found, expected, cause)
+    nobodys = _nobody_reads(v)
+    if nobodys is not None:
+        return Words(found, expected, nobodys)
     if _another_owns(v):
         return Words(found, expected, f"swapped rows: the table names pages that {_owner(v)} holds (or a stale slot)")
     if _another_wrote(v):

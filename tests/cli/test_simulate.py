@@ -110,9 +110,14 @@ def test_no_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name files or folders" in capsys.readouterr().err
 
 
-def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(tmp_path / "absent.toml")]) == 2
-    assert "there is no such file or folder" in capsys.readouterr().err
+def test_a_path_that_does_not_exist_is_an_error_and_the_others_are_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed = played(written(tmp_path, one=HOLDS), str(tmp_path / "absent.toml"), "--json", capsys=capsys)
+    assert status == 2
+    rows = json.loads(printed)["scenarios"]
+    assert [row["outcome"] for row in rows] == ["caught", "silent", "error"]
+    assert rows[2]["problems"] == [f"{tmp_path / 'absent.toml'}: there is no such file or folder"]
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,14 @@ class Entry:
         return self._made
 
 
+def test_an_adapter_that_delivers_what_is_no_fact_is_refused_with_a_near_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineAdapter, "facts", frozenset({"aloc", "free"}))
+    with pytest.raises(ConfigError, match=r"toy adapter names a fact 'aloc' in `facts` [(]did you mean 'alloc'"):
+        unarmed_checks(EngineAdapter())
+
+
 def test_an_unknown_engine_is_refused_with_its_type_and_what_is_supported() -> None:
     with pytest.raises(ConfigError, match=r"builtins\.dict.*supported are .*transformers"):
         find_adapter({})

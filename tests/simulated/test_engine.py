@@ -7,6 +7,7 @@ import kvcanary
 from kvcanary.canary import Canary
 from kvcanary.config import CanaryConfig
 from kvcanary.engines.simulated import STYLES, SimulatedAdapter, SimulatedEngine, Style
+from kvcanary.engines.simulated.rearranging import deduplicate, defragment
 from kvcanary.errors import ConfigError
 from kvcanary.events import OwnershipViolated, SnapshotTaken, ViolationDetected
 from kvcanary.faults.programs import Inline
@@ -219,3 +220,82 @@ def test_bytes_can_be_verified_on_demand_once_the_device_is_done() -> None:
         assert kv.canary.verify().verified == 6
         engine.memory["full"].kv[0, engine.running[0].pages["full"][0], 0] = torch.tensor([5])
         assert [found.position for found in kv.canary.verify().mismatches] == [0]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pages_that_move_while_forwards_read_them_are_legal(style: str) -> None:
+    engine = SimulatedEngine(style, seed=8)
+    inline, moved = watched(engine), 0
+    shared = engine.prompt(9)
+    for number in range(3):
+        engine.submit([*shared, number], 8)
+    for _ in range(8):
+        engine.step()
+        for request in list(engine.running):
+            before = {group: list(pages) for group, pages in request.pages.items()}
+            defragment(engine, request)
+            moved += before != request.pages
+    engine.settle()
+    assert moved > 8
+    assert engine.truth == []
+    assert findings(inline) == []
+    inline.stop()
+
+
+def test_a_move_that_forgets_a_sharer_is_a_wrong_read_and_reported() -> None:
+    engine = SimulatedEngine(Style(name="wide", chunk=12), seed=8)
+    inline = watched(engine)
+    prompt = engine.prompt(9)
+    one = engine.submit(prompt, 8)
+    engine.step()
+    two = engine.submit(prompt, 8)
+    engine.step()
+    before = one.pages["full"][0]
+    assert two.pages["full"][0] == before
+    defragment(engine, one)
+    assert two.pages["full"][0] == one.pages["full"][0] != before
+    two.pages["full"][0] = before
+    engine.submit(engine.prompt(24), 2)
+    engine.pools["full"].free.insert(0, engine.pools["full"].free.pop(engine.pools["full"].free.index(before)))
+    engine.step()
+    engine.settle()
+    assert {wrong.request for wrong in engine.truth} == {two.name}
+    assert {found.request for found in findings(inline)} == {two.name}  # type: ignore[attr-defined]
+    inline.stop()
+
+
+def test_a_request_gives_up_its_own_copy_of_what_is_cached() -> None:
+    engine = SimulatedEngine(Style(name="chunks", chunk=4, rows=2), seed=9)
+    inline = watched(engine)
+    prompt = engine.prompt(14)
+    one = engine.submit(prompt, 4)
+    engine.step()
+    two = engine.submit(prompt, 4)
+    for _ in range(3):
+        engine.step()
+    assert one.pages["full"][0] == two.pages["full"][0]
+    assert one.pages["full"][2] != two.pages["full"][2]
+    for request in (one, two):
+        deduplicate(engine, request)
+    assert one.pages["full"][:3] == two.pages["full"][:3]
+    for _ in range(6):
+        engine.step()
+    assert len(two.tokens) == 18
+    assert engine.truth == []
+    assert findings(inline) == []
+    inline.stop()
+
+
+def test_the_oracle_sees_a_changed_byte_of_a_draft_model_and_so_does_the_canary() -> None:
+    engine = SimulatedEngine("draft-layer", seed=3)
+    inline = watched(engine)
+    request = engine.submit(engine.prompt(6), 12)
+    engine.step()
+    engine.memory["full"].kv[2, request.pages["full"][0], 2] ^= 1 << 9
+    for _ in range(3):
+        engine.step()
+    wrong = engine.truth[0]
+    assert (wrong.kind, wrong.request, wrong.position, wrong.forward) == ("content", request.name, 2, 2)
+    (found,) = [one for one in findings(inline) if isinstance(one, ViolationDetected)]
+    assert (found.kind, found.part, found.request, found.position_expected) == ("CONTENT", "draft", request.name, 2)
+    inline.stop()

@@ -134,15 +134,46 @@ def test_a_program_is_the_same_every_time() -> None:
     assert [(f.kind, f.forward, f.page) for f in one.findings] == [(f.kind, f.forward, f.page) for f in two.findings]
 
 
-def test_a_token_that_was_swapped_before_an_offload_is_nobodys_miss_until_its_pages_are_read() -> None:
-    calls = ("submit:971334", "submit:683175", "step:0", "step:0", "offload:542948")
-    program = Program(
-        style=STYLES["null-block"],
-        seed=101966,
-        calls=tuple(Call(what, int(number)) for what, _, number in (call.partition(":") for call in calls)),
-        fault="swapped-tokens",
-        at=2,
+def written(style: str, seed: int, fault: str, at: int, calls: str) -> Program:
+    pairs = (call.partition(":") for call in calls.split())
+    made = tuple(Call(what, int(number)) for what, _, number in pairs)
+    return Program(style=STYLES[style], seed=seed, calls=made, fault=fault, at=at)
+
+
+def test_what_is_wrong_with_a_value_is_its_writers_wherever_it_moves_and_whoever_writes_the_same() -> None:
+    calls = "submit:340264 again:345237 step:804838 again:723966 defragment:561876 weights:535942 step:254406"
+    outcome = run(written("null-block", 5915, "not-a-number", 2, calls))
+    assert {wrong.author for wrong in outcome.truth if wrong.due == "now"} == {"r1"}
+    assert len({wrong.page for wrong in outcome.truth}) == 2
+    assert disagreements(outcome) == []
+
+
+def test_a_broken_link_is_a_repeat_for_whoever_comes_the_same_way_later() -> None:
+    calls = (
+        "submit:1012005 submit:502016 step:922008 submit:8504 step:494202 submit:280960 abort:767862 step:659268 "
+        "offload:945024 submit:914423 step:985606 step:136302 again:680920 again:865851"
     )
+    outcome = run(written("paged", 10, "colliding-keys", 3, calls))
+    assert {wrong.request for wrong in outcome.truth} == {"r5", "r6"}
+    assert {finding.request for finding in outcome.findings} == {"r5"}
+    assert disagreements(outcome) == []
+    first = [wrong for wrong in outcome.truth if wrong.request == "r6"]
+    assert disagreements(replace(outcome, truth=first)) != []
+
+
+def test_odd_programs_have_styles_that_are_none_of_the_named_ones_and_poison() -> None:
+    programs = [random_program(seed, odd=True) for seed in range(60)]
+    drawn = [program.style for program in programs if program.style not in STYLES.values()]
+    assert 15 < len(drawn) < 45
+    assert {style.page_size for style in drawn} == {1, 2, 3, 4, 8, 16}
+    assert any(style.window < style.page_size for style in drawn if style.sliding)
+    assert {program.poison for program in programs} == {"off", "sample", "full"}
+    assert str(programs[0]) != str(replace(programs[0], poison="full", at=3, fault="early-free"))
+
+
+def test_a_token_that_was_swapped_before_an_offload_is_nobodys_miss_until_its_pages_are_read() -> None:
+    calls = "submit:971334 submit:683175 step:0 step:0 offload:542948"
+    program = written("null-block", 101966, "swapped-tokens", 2, calls)
     assert disagreements(run(program)) == []
     read = replace(program, calls=(*program.calls, *[Call("step", 0)] * 4))
     found = run(read)

@@ -49,9 +49,8 @@ class _Watched:
         for method in (self.store, self.stored, self.load, self.loaded):
             after(engine.tier, method.__name__, method)
         self.patches.wrap(engine, "forward", self.forward)
-        canary.arm()
-        for group, pool in engine.pools.items():
-            canary.free(group, pool.free)  # so that what is read in them later is known to be nobody's
+        self.patches.wrap(engine, "draft", self.draft)
+        canary.arm(free={group: pool.free for group, pool in engine.pools.items()})
 
     def end(self) -> None:
         self.patches.undo()
@@ -123,6 +122,13 @@ class _Watched:
                 original(batch)
 
         return forward
+
+    def draft(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def draft(batch: Any) -> None:
+            self.canary.turn_to("draft")
+            original(batch)
+
+        return draft
 
     def batch(self, batch: Any) -> ForwardBatch:
         rows, pages = batch.rows, not self.engine.style.slot_tables

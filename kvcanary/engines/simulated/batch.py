@@ -56,6 +56,7 @@ class Batch:
         tables: per group ``[B, max]``, pages or slots; beyond a row's end they hold what was there before.
         mapping: per group ``[T]``, the slot of each new token.
         wanted: per group and row, the slots that the scheduler means.
+        values: ``[T]``, what keys and values of each token come to; the device's own.
     """
 
     forward: int
@@ -68,6 +69,7 @@ class Batch:
     tables: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     mapping: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     wanted: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 def build(forward: int, rows: Sequence[Row], style: Style, device: torch.device, junk: Sequence[int]) -> Batch:

@@ -112,7 +112,7 @@ class SimulatedEngine:
     def release(self, request: Request) -> None:
         """Take all pages from a request."""
         for group, pages in request.pages.items():
-            self._unmap(request, [page for page in pages if page] if group == "full" else [])
+            self.unmap(request, [page for page in pages if page] if group == "full" else [])
             self.pools[group].drop(request.name, [page for page in pages if page])
         request.pages = {}
 
@@ -209,6 +209,13 @@ class SimulatedEngine:
     def forward(self, batch: Batch) -> None:
         """The model itself, launched."""
         self.device.launch(lambda: self.model.forward(batch))
+        if self.style.draft_layer:
+            self.draft(batch)
+        self.device.launch(lambda: self.model.sample(batch))
+
+    def draft(self, batch: Batch) -> None:
+        """The draft model's own layer, launched."""
+        self.device.launch(lambda: self.model.draft(batch))
 
     def settle(self) -> None:
         """Retire all that is launched."""
@@ -326,7 +333,7 @@ class SimulatedEngine:
         passed = max(0, context - self.style.window + 1) // size
         gone = [page for page in pages[:passed] if page]
         if gone:
-            self._unmap(request, request.pages["full"][:passed])
+            self.unmap(request, request.pages["full"][:passed])
             pages[:passed] = [0] * passed
             self.pools["window"].drop(request.name, gone)
 
@@ -350,7 +357,8 @@ class SimulatedEngine:
             pairs = zip(request.pages["full"], request.pages["window"], strict=False)
             self._translate([(full, window) for full, window in pairs if window])
 
-    def _unmap(self, request: Request, full: Sequence[int]) -> None:
+    def unmap(self, request: Request, full: Sequence[int]) -> None:
+        """Full pages translate to nothing any more."""
         if self.style.sliding == "translated" and full:
             self._translate([(page, 0) for page in full])
 

@@ -7,7 +7,7 @@ import random
 import torch
 
 from kvcanary.engines.simulated.batch import LATER, Batch, Row
-from kvcanary.engines.simulated.memory import Memory
+from kvcanary.engines.simulated.memory import DRAFT, TARGET, Memory
 from kvcanary.engines.simulated.oracle import Oracle
 from kvcanary.engines.simulated.requests import value_of
 from kvcanary.engines.simulated.style import Style
@@ -37,23 +37,36 @@ class Model:
                     batch.input_ids[row.first + number] = row.request.real[row.context + number]
 
     def forward(self, batch: Batch) -> None:
-        """One forward."""
+        """The layers of the model itself."""
         self._oracle.begin(batch.forward)
-        values = torch.tensor(self._values(batch), dtype=torch.int64, device=batch.input_ids.device)
+        batch.values = torch.tensor(self._values(batch), dtype=torch.int64, device=batch.input_ids.device)
         for group in self._style.groups:
-            if group == "window" and self._style.ring is not None:
-                # Layers over a ring read the old window before they overwrite it.
-                self._read(batch, group, new=False)
-                self._write(batch, group, values)
-            else:
-                self._write(batch, group, values)
-                self._read(batch, group, new=True)
+            self._layers(batch, group, TARGET)
             if self._oracle.watchful and batch.rows:
                 self._compare(batch, group)
+
+    def draft(self, batch: Batch) -> None:
+        """The layer of the draft model: the same tokens, into the same slots."""
+        for group in self._style.groups:
+            self._layers(batch, group, DRAFT)
+
+    def sample(self, batch: Batch) -> None:
+        """The end of a forward."""
         self._oracle.end()
         for row in batch.rows:
             if row.samples:
                 self._sample(row)
+
+    def _layers(self, batch: Batch, group: str, model: str) -> None:
+        ring = group == "window" and self._style.ring is not None
+        if ring:  # Layers over a ring read the old window before they overwrite it.
+            self._read(batch, group, model, new=False)
+        slots = self._targets(batch, group)
+        if model == TARGET:
+            self._judge_write(batch, group, slots)
+        self._write(group, slots, batch.values, model)
+        if not ring:
+            self._read(batch, group, model, new=True)
 
     def _values(self, batch: Batch) -> list[int]:
         """What the tokens that were given come to, for each token of the batch."""
@@ -81,9 +94,7 @@ class Model:
             return batch.mapping[group].to(torch.int64)
         return self.translation[batch.mapping["full"].to(torch.int64)].to(torch.int64)
 
-    def _write(self, batch: Batch, group: str, values: torch.Tensor) -> None:
-        memory = self._memory[group]
-        slots = self._targets(batch, group)
+    def _judge_write(self, batch: Batch, group: str, slots: torch.Tensor) -> None:
         given = slots.tolist()
         for row, wanted in zip(batch.rows, batch.wanted[group], strict=True):
             mine = given[row.first : row.first + len(row.ids)]
@@ -94,12 +105,15 @@ class Model:
                 row.context,
                 list(zip(wanted, mine, row.request.fed[row.context :], strict=True)),
             )
-        if min(given) < 0 or max(given) >= memory.slots:
-            kept = (slots >= 0) & (slots < memory.slots)
-            slots, values = slots[kept], values[kept]
-        memory.write(slots, values)
 
-    def _read(self, batch: Batch, group: str, *, new: bool) -> None:
+    def _write(self, group: str, slots: torch.Tensor, values: torch.Tensor, model: str) -> None:
+        memory = self._memory[group]
+        kept = (slots >= 0) & (slots < memory.slots)
+        if not bool(kept.all()):
+            slots, values = slots[kept], values[kept]
+        memory.write(slots, values, model)
+
+    def _read(self, batch: Batch, group: str, model: str, *, new: bool) -> None:
         rows: list[int] = []
         positions: list[int] = []
         names: list[tuple[str, int]] = []
@@ -116,7 +130,7 @@ class Model:
             device = batch.input_ids.device
             where = torch.tensor(positions, device=device)
             slots = self._places(batch, group, torch.tensor(rows, device=device), where)
-            self._oracle.read(batch.forward, group, names, slots, values)
+            self._oracle.read(batch.forward, group, names, slots, values, model=model)
 
     def _compare(self, batch: Batch, group: str) -> None:
         """Whether rows look for their new tokens where the scheduler means them to be."""

@@ -80,6 +80,7 @@ class Oracle:
         self.watchful = False
         self.executing = 0
         self._author: dict[int, str] = {}
+        self._wrote: dict[tuple[str, int], str] = {}
         self._lost: set[tuple[str, int]] = set()
         self._changed: set[tuple[str, int]] = set()
         self._misfed: dict[str, int] = {}
@@ -185,8 +186,13 @@ class Oracle:
 
     def copied(self, group: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Pages are copied in stream order."""
+        size = self._memory[group].page_size
         for source, target in zip(sources, targets, strict=True):
             self.load(group, [target], self.save(group, [source]))
+            for place in range(size):
+                author = self._wrote.get((group, source * size + place))
+                if author is not None:
+                    self._wrote[group, target * size + place] = author
 
     def save(self, group: str, pages: Sequence[int]) -> list[int]:
         """What the book says of pages."""
@@ -203,6 +209,8 @@ class Oracle:
         first = page * len(values)
         self.book[group][first : first + len(values)] = values
         self.renewed.update((group, first + place, self.executing + 1) for place in range(len(values)))
+        for place in range(len(values)):
+            self._wrote.pop((group, first + place), None)
 
     def begin(self, forward: int) -> None:
         """A forward begins on the device."""
@@ -223,8 +231,12 @@ class Oracle:
         for slot in changed:
             if (group, slot) not in self._changed:
                 self._changed.add((group, slot))
-                author = self._author.get(book[slot], "")
+                author = self._author_of(group, slot)
                 self.wrong("content", author, self.executing, due="never", **self._where(group, slot))
+
+    def _author_of(self, group: str, slot: int) -> str:
+        """Who wrote what lies in a slot; of what was loaded, who wrote the same last."""
+        return self._wrote.get((group, slot)) or self._author.get(self.book[group][slot], "")
 
     def _where(self, group: str, slot: int) -> dict[str, object]:
         return {"group": group, "page": slot // self._memory[group].page_size, "slot": slot}
@@ -257,26 +269,33 @@ class Oracle:
                 self.wrong("write", request.name, forward, **where, due="never" if book[given] == value else "now")
             if given >= 0:
                 book[given] = value
-                self._author[value] = request.name
+                self._author[value] = self._wrote[group, given] = request.name
                 self.renewed.add((group, given, forward))
 
     def read(
-        self, forward: int, group: str, names: Sequence[tuple[str, int]], slots: torch.Tensor, values: Sequence[int]
+        self,
+        forward: int,
+        group: str,
+        names: Sequence[tuple[str, int]],
+        slots: torch.Tensor,
+        values: Sequence[int],
+        *,
+        model: str,
     ) -> None:
-        """Attention reads ``slots``, which should hold ``values``; ``names`` are request and position of each."""
+        """A model reads ``slots``, which should hold ``values``; ``names`` are request and position of each."""
         self.reads += len(values)
         memory, book = self._memory[group], self.book[group]
         inside = slots.clamp(0, memory.slots - 1)
         wanted = torch.tensor(values, dtype=torch.int64, device=slots.device)
         places = slots.tolist()
         noted = [book[place] if 0 <= place < len(book) else BLANK for place in places]
-        if noted == values and memory.holds(inside, wanted):
+        if noted == values and memory.holds(inside, wanted, model):
             return
-        broken = memory.differs(inside, wanted).tolist()
+        broken = memory.differs(inside, wanted, model).tolist()
         for (name, position), place, value, found, bad in zip(names, places, values, noted, broken, strict=True):
             if found != value or bad:
                 where = {**self._where(group, place), "position": position, "expected": value, "found": found}
-                author = self._author.get(found, "")
+                author = self._author_of(group, place) if found != BLANK else ""
                 due: Due = "next" if (group, place) in self._lost else "now"
                 if author == name and position >= self._misfed.get(name, 1 << 30):
                     due = "end"

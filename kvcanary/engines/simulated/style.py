@@ -26,6 +26,7 @@ class Style:
         chunk: most prompt tokens of a row in a forward.
         rows: most running requests.
         drafts: guessed tokens that a decoding row verifies in a forward.
+        draft_layer: a draft model keeps a layer of its own in the same slots, and runs after the other layers.
         cache: finished pages can be found by their prefix.
         padding: dead rows that are added to each batch.
         tells_rewinds: rejected drafts are told and not left to be seen.
@@ -41,6 +42,7 @@ class Style:
     chunk: int = 7
     rows: int = 4
     drafts: int = 0
+    draft_layer: bool = False
     cache: bool = True
     padding: int = 0
     tells_rewinds: bool = True
@@ -50,6 +52,9 @@ class Style:
             raise ConfigError(f"style {self.name!r}: drafts={self.drafts} need known tokens, so depth must be 0")
         if self.cache and self.sliding in ("ring", "translated"):
             raise ConfigError(f"style {self.name!r}: a {self.sliding} window cannot share prefixes; set cache=False")
+        if self.draft_layer and self.sliding == "ring":
+            # The oracle has one book for all layers of a slot, and a ring's are read before they are overwritten.
+            raise ConfigError(f"style {self.name!r}: a ring has no layer of a draft model; set draft_layer=False")
         if self.pages * self.page_size < 4 * self.longest_write:
             raise ConfigError(f"style {self.name!r}: {self.pages} pages of {self.page_size} are too few to run at all")
 
@@ -82,6 +87,7 @@ STYLES = {
         Style(name="null-block", sliding="null", depth=1),
         Style(name="drafts", drafts=3),
         Style(name="drafts-window", drafts=2, sliding="null", tells_rewinds=False),
+        Style(name="draft-layer", drafts=2, draft_layer=True),
     )
 }
 """The styles of the self-test's fault matrix."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvcanary.faults.scenario.happenings import Places
 from kvcanary.faults.scenario.pool import Pool, WorldError
 from kvcanary.faults.scenario.texts import Texts
+from kvcanary.faults.scenario.words import near
 
 
 @dataclass(slots=True)
@@ -70,6 +71,17 @@ class Engine:
         held = self._known(name)
         held.length = length
         self.canary.rewind(name, length, tokens=self.texts.tokens(name, length))
+
+    def go_back(self, name: str, length: int) -> None:
+        """It goes on from an earlier length.
+
+        Raises:
+            WorldError: it was never so long.
+        """
+        held = self._known(name)
+        if length > held.length:
+            raise WorldError(f"request {name!r} cannot go back to {length}: it has {held.length} tokens in the cache")
+        self.rewind(name, length)
 
     def preempt(self, name: str) -> None:
         """It loses its slots."""
@@ -149,6 +161,20 @@ class Engine:
         """The slots that are named, by group, in their order.
 
         Raises:
+            WorldError: a space, or a slot, that this pool does not have.
+        """
+        found = self.numbers(places)
+        for group, slots in found.items():
+            there = self.pool.groups[group].slots
+            bad = next((slot for slot in slots if not 0 <= slot < there), None)
+            if bad is not None:
+                raise WorldError(f"slot {bad} lies outside of group {group!r} with its {there} slots")
+        return found
+
+    def numbers(self, places: Places) -> dict[str, list[int]]:
+        """As :meth:`slots`, with numbers that no slot has, as they may stand in a device's table.
+
+        Raises:
             WorldError: a space that this pool does not have.
         """
         found: dict[str, list[int]] = {}
@@ -167,8 +193,12 @@ class Engine:
         if inside == prefix:
             return self.pool.first
         if inside not in self.pool.groups:
-            known = ", ".join(self.pool.groups)
-            raise WorldError(f"no group is called {space!r}; {'the remote pool' if prefix else 'the pool'} has {known}")
+            where, known = "the remote pool" if prefix else "the pool", ", ".join(self.pool.groups)
+            if len(space) == 1:
+                raise WorldError(
+                    f"the file has no tier {space!r}; its blocks need a line like tiers = {{ {space} = 4 }}"
+                )
+            raise WorldError(f"no group is called {space!r}{near(space, self.pool.groups)}; {where} has {known}")
         return inside
 
     def pages(self, group: str, slots: list[int]) -> list[int]:
@@ -180,11 +210,14 @@ class Engine:
         """The pages that slots fill.
 
         Raises:
-            WorldError: they fill no whole pages.
+            WorldError: they fill no whole pages, or one is named twice.
         """
         size = self.pool.groups[group].page
         pages = self.pages(group, slots)
-        if len(set(slots)) != len(pages) * size:
+        twice = next((slot for i, slot in enumerate(slots) if slot in slots[:i]), None)
+        if twice is not None:
+            raise WorldError(f"slot {twice} of group {group!r} is named twice; give each slot once")
+        if len(slots) != len(pages) * size:
             raise WorldError(
                 f"group {group!r} is handed out in pages of {size} slots; these {len(slots)} fill no pages"
             )

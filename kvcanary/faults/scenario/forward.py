@@ -11,9 +11,7 @@ from kvcanary.faults.scenario.engine import Engine, Held
 from kvcanary.faults.scenario.happenings import Launch, Places, Row
 from kvcanary.faults.scenario.parse import Group
 from kvcanary.faults.scenario.pool import WorldError
-
-PADDING = "pad"
-"""The request of padding rows."""
+from kvcanary.faults.scenario.words import PADDING
 
 
 class Line(NamedTuple):
@@ -102,7 +100,7 @@ class Forward:
 
     def _placed(self, places: Places | None) -> tuple[dict[str, list[int]], dict[str, int]]:
         """Slots and the first position, by group."""
-        slots = self.engine.slots(places or ())
+        slots = self.engine.numbers(places or ())
         first = {self.engine.group_of(term.space): term.at for term in places or () if term.at is not None}
         return slots, first
 

@@ -1,4 +1,4 @@
-"""On which line of a TOML file a value stands. The file has been parsed already, so its syntax is right."""
+"""On which line of a TOML file a value stands. All but :meth:`Lines.without_comma` take its syntax for right."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ class Lines:
                 return line if item is None else self._item(line, item)
             names = names[:-1]
         return 1
+
+    def without_comma(self, line: int) -> int | None:
+        """The line before ``line`` if a list's items stand on both and no comma between them; else None."""
+        item = self._code(line)
+        before = next((n for n in range(line - 1, 0, -1) if self._code(n)), 0)
+        if not item.startswith(('"', "'", "{")) or not before or self._code(before)[-1] not in "\"'}":
+            return None
+        return before
+
+    def _code(self, line: int) -> str:
+        """A line without its comment."""
+        text = self._lines[line - 1] if line <= len(self._lines) else ""
+        comment = next((found.start() for found in _STRING.finditer(text) if found[0].startswith("#")), len(text))
+        return text[:comment].strip()
 
     def _find(self) -> dict[tuple[str, ...], int]:
         """The first line of every key and table, and of the tables that dotted keys imply."""

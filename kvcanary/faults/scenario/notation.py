@@ -5,29 +5,30 @@ Errors say what was found, how the event is written, and the nearest word that w
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from kvcanary.errors import KVCanaryError
 from kvcanary.faults.scenario import happenings as happen
-from kvcanary.faults.scenario.happenings import Fault, Happening, Places, Row, Term
-
-_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
-_TERM = re.compile(
-    r"(?:(?P<group>[A-Za-z][\w.]*):)?(?P<blocks>(?:block|page)\s+)?(?P<letter>[a-z]?)(?P<first>-?\d+)"
-    r"(?:\.\.(?P<again>[a-z]?)(?P<last>\d+))?"
+from kvcanary.faults.scenario.happenings import Fault, Happening, Places, Row
+from kvcanary.faults.scenario.words import (
+    PADDING,
+    NotationError,
+    arrow,
+    length_in,
+    listed,
+    name_in,
+    near,
+    number_in,
+    places_in,
+    some,
+    term,
 )
+
 _EVENT = re.compile(r"(?P<word>[A-Za-z_]+)\s*(?P<name>[A-Za-z_][\w.\-]*)?\s*(?:\((?P<body>.*)\))?\s*(?P<tail>[^()]*)")
 _OF_COPIES = ("for", "ordered", "relaid", "only", "taking")
 _CLAUSES = ("reads", "writes", "at", "tok", "lost", "lands", "only", "nan")
-MOST = 1 << 16
-"""Numbers that one range may have."""
-
-
-class NotationError(KVCanaryError, ValueError):
-    """An event that is not written as the notation has it."""
+_OF_WRITES = ("tok", "lost", "lands", "only", "nan", "at")
 
 
 class Form(NamedTuple):
@@ -64,92 +65,11 @@ def parse_event(text: str) -> Happening:
     parts = Parts(text, found["word"], found["name"] or "", found["body"], (found["tail"] or "").strip())
     form = FORMS.get(parts.word)
     if form is None:
-        raise NotationError(f"no event is called {parts.word!r}{_near(parts.word, FORMS)}; events are {_listed(FORMS)}")
+        raise NotationError(f"no event is called {parts.word!r}{near(parts.word, FORMS)}; events are {listed(FORMS)}")
     try:
         return form.read(parts)
     except NotationError as error:
         raise NotationError(f"{text!r}: {error}; it is written {form.example}") from None
-
-
-def _near(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)
-
-
-# --- words --------------------------------------------------------------------------------------------------
-
-
-def name_in(text: str, what: str = "a name") -> str:
-    """A request, key, forward, copy or source."""
-    if not _NAME.fullmatch(text.strip()):
-        raise NotationError(f"expected {what}, got {text!r}")
-    return text.strip()
-
-
-def number_in(text: str, what: str = "a whole number") -> int:
-    """A whole number."""
-    if not re.fullmatch(r"-?\d+", text.strip()):
-        raise NotationError(f"expected {what}, got {text!r}")
-    return int(text)
-
-
-def places_in(text: str) -> Places:
-    """``0..7 12 swa:2..4 at 8``: places in one or more spaces, in the order of positions."""
-    words = re.sub(r"\b(block|page)\s+(?=\d)", r"\1 ", text.replace(",", " ")).split()
-    terms: list[Term] = []
-    i = 0
-    while i < len(words):
-        word = words[i]
-        if word == "at":
-            if not terms or i + 1 == len(words):
-                raise NotationError("'at' follows places and is followed by a position")
-            terms[-1] = Term(terms[-1].space, terms[-1].numbers, number_in(words[i + 1]), terms[-1].blocks)
-            i += 2
-            continue
-        if word == "-":
-            space = terms[-1].space if terms else ""
-            terms.append(Term(space, (-1,)))
-            i += 1
-            continue
-        if re.fullmatch(r"(?:[A-Za-z][\w.]*:)?(?:block|page)", word) and i + 1 < len(words):
-            word = f"{word} {words[i + 1]}"
-            i += 1
-        terms.append(_term(word))
-        i += 1
-    return tuple(terms)
-
-
-def _term(word: str) -> Term:
-    found = _TERM.fullmatch(word)
-    if found is None:
-        raise NotationError(f"expected slots such as 4, 0..7, h0, r4..r11, swa:2 or block 0, got {word!r}")
-    first = int(found["first"])
-    last = int(found["last"]) if found["last"] is not None else first
-    if last < first or last - first > MOST:
-        raise NotationError(f"{word!r} is no range: it ends before it begins, or has more than {MOST} numbers")
-    if found["again"] and found["again"] != found["letter"]:
-        raise NotationError(f"{word!r} begins in one space and ends in another")
-    if found["group"] and found["letter"]:
-        raise NotationError(f"{word!r} names a group and a tier; choose one")
-    return Term(found["group"] or found["letter"], tuple(range(first, last + 1)), blocks=bool(found["blocks"]))
-
-
-def _some(text: str) -> Places:
-    places = places_in(text)
-    if not places:
-        raise NotationError("expected slots, got none")
-    return places
-
-
-def _arrow(text: str, *, maybe_empty: bool = False) -> tuple[Places, Places]:
-    before, arrow, after = text.partition("->")
-    if not arrow:
-        raise NotationError(f"expected 'from -> to', got {text!r}")
-    return (places_in(before) if maybe_empty else _some(before)), _some(after)
 
 
 # --- plain calls --------------------------------------------------------------------------------------------
@@ -169,23 +89,23 @@ def _plain(parts: Parts, least: int, most: int) -> list[str]:
 
 def _admit(parts: Parts) -> Happening:
     request, *rest = _plain(parts, 1, 2)
-    return happen.Admit(text=parts.text, request=name_in(request), length=number_in(rest[0]) if rest else 0)
+    return happen.Admit(text=parts.text, request=name_in(request), length=length_in(rest[0]) if rest else 0)
 
 
 def _alloc(parts: Parts) -> Happening:
     request, places = _plain(parts, 2, 2)
-    return happen.Alloc(text=parts.text, request=name_in(request), places=_some(places))
+    return happen.Alloc(text=parts.text, request=name_in(request), places=some(places))
 
 
 def _free(parts: Parts) -> Happening:
     *request, places = _plain(parts, 1, 2)
-    return happen.Free(text=parts.text, places=_some(places), request=name_in(request[0]) if request else "")
+    return happen.Free(text=parts.text, places=some(places), request=name_in(request[0]) if request else "")
 
 
 def _publish(parts: Parts) -> Happening:
     *request, places, key = _plain(parts, 2, 3)
     who = name_in(request[0]) if request else ""
-    return happen.Publish(text=parts.text, places=_some(places), key=name_in(key, "a key"), request=who)
+    return happen.Publish(text=parts.text, places=some(places), key=name_in(key, "a key"), request=who)
 
 
 def _hit(parts: Parts) -> Happening:
@@ -199,7 +119,7 @@ def _evict(parts: Parts) -> Happening:
 
 def _rewind(parts: Parts) -> Happening:
     request, length = _plain(parts, 2, 2)
-    return happen.Rewind(text=parts.text, request=name_in(request), length=number_in(length))
+    return happen.Rewind(text=parts.text, request=name_in(request), length=length_in(length))
 
 
 def _preempt(parts: Parts) -> Happening:
@@ -211,25 +131,25 @@ def _finish(parts: Parts) -> Happening:
 
 
 def _move(parts: Parts) -> Happening:
-    sources, targets = _arrow(_plain(parts, 1, 1)[0])
+    sources, targets = arrow(_plain(parts, 1, 1)[0])
     return happen.Move(text=parts.text, sources=sources, targets=targets)
 
 
 def _translate(parts: Parts) -> Happening:
-    sources, targets = _arrow(_plain(parts, 1, 1)[0])
+    sources, targets = arrow(_plain(parts, 1, 1)[0])
     return happen.Translate(text=parts.text, sources=sources, targets=targets)
 
 
 def _restamp(parts: Parts) -> Happening:
-    return happen.Restamp(text=parts.text, places=_some(_plain(parts, 1, 1)[0]))
+    return happen.Restamp(text=parts.text, places=some(_plain(parts, 1, 1)[0]))
 
 
 def _verify(parts: Parts) -> Happening:
-    return happen.Verify(text=parts.text, places=_some(_plain(parts, 1, 1)[0]))
+    return happen.Verify(text=parts.text, places=some(_plain(parts, 1, 1)[0]))
 
 
 def _nonfinite(parts: Parts) -> Happening:
-    return happen.Nonfinite(text=parts.text, places=_some(_plain(parts, 1, 1)[0]))
+    return happen.Nonfinite(text=parts.text, places=some(_plain(parts, 1, 1)[0]))
 
 
 def _weights(parts: Parts) -> Happening:
@@ -239,18 +159,18 @@ def _weights(parts: Parts) -> Happening:
 def _write(parts: Parts) -> Happening:
     request, places, *numbers = _plain(parts, 2, 4)
     told = tuple(number_in(number) for number in numbers)
-    return happen.Write(text=parts.text, request=name_in(request), places=_some(places), numbers=told)
+    return happen.Write(text=parts.text, request=name_in(request), places=some(places), numbers=told)
 
 
 def _change(parts: Parts) -> Happening:
     places, *source = _plain(parts, 1, 2)
     named = name_in(source[0], "a source") if source else ""
-    return happen.Change(text=parts.text, how=parts.word, places=_some(places), source=named)
+    return happen.Change(text=parts.text, how=parts.word, places=some(places), source=named)
 
 
 def _table(parts: Parts) -> Happening:
     request, places = _plain(parts, 2, 2)
-    return happen.Table(text=parts.text, request=name_in(request), places=_some(places))
+    return happen.Table(text=parts.text, request=name_in(request), places=some(places))
 
 
 def _idle(parts: Parts) -> Happening:
@@ -276,6 +196,10 @@ def _launch(parts: Parts) -> Happening:
         else:
             raise NotationError(f"expected 'part NAME' or 'unlinked', got {word!r}")
     rows = tuple(_row(row) for row in (parts.body or "").split(";"))
+    names = [row.request for row in rows if row.request != PADDING]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise NotationError(f"a request has one row in a forward, and {twice} has two")
     return happen.Launch(text=parts.text, name=parts.name, rows=rows, part=part, unlinked=unlinked)
 
 
@@ -287,17 +211,31 @@ def _row(text: str) -> Row:
     for clause in filter(None, (part.strip() for part in rest.split(","))):
         word, _, what = clause.partition(" ")
         if word == "reads":
-            reads = () if what.strip() == "nothing" else _some(what)
+            _refuse_words(what.split(), ("nothing", "at"))
+            reads = () if what.strip() == "nothing" else some(what)
         elif word == "writes":
             writes, fault = _writes(what)
         else:
-            raise NotationError(f"a row reads and writes, got {word!r}{_near(word, _CLAUSES)}")
+            following = (
+                "; a semicolon goes before the next row" if word[:1].isupper() else near(word, ("reads", "writes"))
+            )
+            raise NotationError(f"a row reads and writes, got {word!r}{following}")
     return Row(name_in(request, "a request"), reads, writes, fault)
+
+
+def _refuse_words(words: Iterable[str], known: tuple[str, ...]) -> None:
+    """Where places are expected: a word that is none, with what was probably meant."""
+    for word in words:
+        if word in {"reads", "writes"}:
+            raise NotationError(f"a comma goes before {word!r}")
+        if re.fullmatch("[A-Za-z]+", word) and word not in {*known, "block", "page"}:
+            raise NotationError(f"expected slots or one of {listed(known)}, got {word!r}{near(word, known)}")
 
 
 def _writes(text: str) -> tuple[Places, Fault]:
     words = text.split()
-    end = next((i for i, word in enumerate(words) if word in {"tok", "lost", "lands", "only", "nan"}), len(words))
+    end = next((i for i, word in enumerate(words) if word in _OF_WRITES and word != "at"), len(words))
+    _refuse_words(words[:end], _OF_WRITES)
     places = places_in(" ".join(words[:end]))
     at = next((term.at for term in places if term.at is not None), None)
     fault: dict[str, Any] = {"at": at}
@@ -311,7 +249,7 @@ def _writes(text: str) -> tuple[Places, Fault]:
         elif word == "tok" and len(value) == 1 and (value[0] == "guess" or value[0].lstrip("-").isdigit()):
             fault["token"] = value[0]
         elif word == "lands":
-            fault["lands"] = _some(" ".join(value))
+            fault["lands"] = some(" ".join(value))
         elif word == "only" and value:
             fault["only"] = tuple(name_in(name, "a source") for name in value)
         else:
@@ -334,7 +272,7 @@ def _run(parts: Parts) -> Happening:
 def _copy_start(parts: Parts) -> Happening:
     if not parts.name or parts.body is None:
         raise NotationError("a copy has a name, and its places in brackets")
-    sources, targets = _arrow(parts.body, maybe_empty=True)
+    sources, targets = arrow(parts.body, maybe_empty=True)
     fields: dict[str, Any] = {}
     words = parts.tail.split()
     while words:
@@ -348,11 +286,9 @@ def _copy_start(parts: Parts) -> Happening:
         elif word == "only" and value:
             fields["only"] = tuple(name_in(name, "a source") for name in value)
         elif word == "taking" and value:
-            fields["taking"] = _some(" ".join(value))
+            fields["taking"] = some(" ".join(value))
         else:
-            raise NotationError(
-                f"{' '.join([word, *value])!r} is none of {_listed(_OF_COPIES)}{_near(word, _OF_COPIES)}"
-            )
+            raise NotationError(f"{' '.join([word, *value])!r} is none of {listed(_OF_COPIES)}{near(word, _OF_COPIES)}")
     return happen.CopyStart(text=parts.text, name=parts.name, sources=sources, targets=targets, **fields)
 
 
@@ -363,7 +299,7 @@ def _copy_land(parts: Parts) -> Happening:
     items = [word for word in words if word[0].isdigit()]
     if items and len(items) < len(words):
         raise NotationError("what lands is named by sources or by numbers, not by both")
-    numbers = tuple(number for word in items for number in _term(word).numbers)
+    numbers = tuple(number for word in items for number in term(word).numbers)
     only = () if items else tuple(name_in(word, "a source") for word in words)
     return happen.CopyLand(text=parts.text, name=parts.name, only=only, items=numbers)
 

@@ -16,7 +16,8 @@ from kvcanary.config import CanaryConfig
 from kvcanary.errors import ConfigError, KVCanaryError
 from kvcanary.faults.scenario.happenings import Happening
 from kvcanary.faults.scenario.lines import Lines
-from kvcanary.faults.scenario.notation import NotationError, parse_event
+from kvcanary.faults.scenario.notation import parse_event
+from kvcanary.faults.scenario.words import NotationError
 from kvcanary.observers.explain_ownership import LEDGER_KINDS
 from kvcanary.record import Kind
 
@@ -193,7 +194,9 @@ class _Reader:
         except tomllib.TOMLDecodeError as error:
             where = re.search(r"at line (\d+)", str(error))
             line = int(where[1]) if where is not None else len(self.text.splitlines())
-            raise ScenarioError(f"{self.path}:{line}: no valid TOML: {error}") from error
+            before = self.lines.without_comma(line)
+            line, hint = (line, "") if before is None else (before, "a comma is missing at the end of this line; ")
+            raise ScenarioError(f"{self.path}:{line}: no valid TOML: {hint}{error}") from error
         try:
             document = msgspec.convert(raw, Document)
         except msgspec.ValidationError as error:
@@ -216,8 +219,15 @@ class _Reader:
             known = _fields_at(path)
             message = f"no field is called {unknown[1]!r}{nearest(unknown[1], known)}; fields are {', '.join(known)}"
             path = (*path, unknown[1])
+        elif path[:1] == ("expect",) and "missing" not in message and all(isinstance(part, int) for part in path[1:]):
+            found = _value_at(raw, path)
+            hint = nearest(found, ("nothing",)) if path == ("expect",) and isinstance(found, str) else ""
+            wanted = """"nothing", or a list of findings such as { kind = "DOUBLE_FREE", at = "free(3)" }"""
+            message = f"{'.'.join(map(str, path))}: expected {wanted}, got {found!r}{hint}"
         elif path and isinstance(path[-1], str):
             message = f"{path[-1]}: {message}, got {_value_at(raw, path)!r}"
+        elif path:
+            message = f"{'.'.join(map(str, path))}: {message}, got {_value_at(raw, path)!r}"
         self.fail(path, message)
 
     def _check(self, document: Document) -> None:
@@ -233,11 +243,14 @@ class _Reader:
                 self.fail(("also", i), f"no finding is called {kind!r}{nearest(kind, KINDS)}")
 
     def _check_requests(self, document: Document, path: tuple[str, ...], requests: dict[str, Request]) -> None:
+        others = {request.like for request in requests.values()}
         for name, request in requests.items():
             where = (*path, name)
             if request.like and request.like not in {*requests, *self._named(document)}:
                 near = nearest(request.like, self._named(document))
                 self.fail(where, f"like = {request.like!r}: no event has such a request{near}")
+            if name not in others and not _names(self._texts(document), name):
+                self.fail(where, f"no event names the request {name!r}{nearest(name, self._named(document))}")
             for span in request.media:
                 if not re.fullmatch(r"\d+(\.\.\d+)?", span):
                     self.fail(where, f"media stands at positions such as '3' or '0..7', got {span!r}")
@@ -273,6 +286,9 @@ class _Reader:
                     ("tiers", letter), f"a tier is one small letter other than r (the remote pool), got {letter!r}"
                 )
 
+    def _texts(self, document: Document) -> tuple[str, ...]:
+        return (*document.events, *(document.twin.events if document.twin is not None else ()))
+
     def _named(self, document: Document) -> list[str]:
         return sorted({name for text in document.events for name in re.findall(r"\b[A-Z][\w.\-]*", text)})
 
@@ -302,7 +318,19 @@ class _Reader:
     def _wants(self, document: Document) -> tuple[Want, ...]:
         if isinstance(document.expect, str):
             return ()
+        for i, expected in enumerate(document.expect):
+            self._check_parties(document, i, expected)
         return tuple(self._want(document.events, i, expected) for i, expected in enumerate(document.expect))
+
+    def _check_parties(self, document: Document, number: int, expected: Expected) -> None:
+        for name in (expected.request, expected.other):
+            if name and not _names(document.events, name):
+                near = nearest(name, self._named(document))
+                self.fail(("expect", number), f"no event names the request {name!r}{near}")
+        places = [*(group.name for group in (*document.groups, *document.remote)), *document.tiers]
+        if expected.group and expected.group not in places:
+            near = nearest(expected.group, places)
+            self.fail(("expect", number), f"no group or tier is called {expected.group!r}{near}")
 
     def _want(self, events: Sequence[str], number: int, expected: Expected) -> Want:
         where = ("expect", number)
@@ -326,6 +354,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """A hint at the word that was probably meant."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _names(texts: Sequence[str], request: str) -> bool:
+    """Whether an event names a request."""
+    word = re.compile(rf"(?<![\w\-]){re.escape(request)}(?![\w\-])")
+    return any(word.search(text) for text in texts)
 
 
 _BY_KEY: dict[str, type[Struct]] = {

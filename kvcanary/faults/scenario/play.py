@@ -15,11 +15,12 @@ from kvcanary.faults.scenario import happenings as happen
 from kvcanary.faults.scenario.copies import Copies
 from kvcanary.faults.scenario.device import QueueError
 from kvcanary.faults.scenario.engine import Engine
-from kvcanary.faults.scenario.forward import PADDING, Forward
+from kvcanary.faults.scenario.forward import Forward
 from kvcanary.faults.scenario.happenings import Happening, Places
 from kvcanary.faults.scenario.parse import Play, Scenario
 from kvcanary.faults.scenario.pool import Backend, Pool, WorldError
 from kvcanary.faults.scenario.texts import Texts
+from kvcanary.faults.scenario.words import PADDING, listed, near
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class World:
         name = request.removeprefix("r.")
         remote = self.engines.get("r")
         if request != name and remote is None:
-            raise WorldError("the file has no `remote` groups, so there is no request r.")
+            raise WorldError(f"the file has no `remote` groups, so there is no request {request!r}")
         if remote is not None and (
             request != name or (name in remote.requests and name not in self.engines[""].requests)
         ):
@@ -177,7 +178,7 @@ class World:
             return None
         if len(tiers) > 1 or len(tiers) < len({term.space for term in places}):
             raise WorldError("blocks of a tier and other places do not go together")
-        return tiers.pop(), [number for term in places for number in term.numbers]
+        return tiers.pop(), [end.number for end in self.copies.ends(places)]
 
     def _admit(self, event: happen.Admit) -> None:
         engine, name = self._holding(event.request)
@@ -216,7 +217,7 @@ class World:
 
     def _rewind(self, event: happen.Rewind) -> None:
         engine, name = self._holding(event.request)
-        engine.rewind(name, event.length)
+        engine.go_back(name, event.length)
 
     def _preempt(self, event: happen.Preempt) -> None:
         engine, name = self._holding(event.request)
@@ -287,7 +288,7 @@ class World:
 
     def _table(self, event: happen.Table) -> None:
         waiting = [self._forwards[name] for name in self._order]
-        slots = self._engine(event.places).slots(event.places)
+        slots = self._engine(event.places).numbers(event.places)
         if not [forward for forward in waiting if forward.rewrite(event.request, slots)]:
             raise WorldError(f"no launched forward has a row of request {event.request!r}")
 
@@ -324,6 +325,9 @@ class World:
         places = [some for row in event.rows for some in (row.reads, row.writes) if some]
         engine = self._engine(*places) if places else self._holding(event.rows[0].request)[0]
         pool = engine.pool
+        if event.part not in pool.parts:
+            near_one, known = near(event.part, pool.parts), listed(sorted(pool.parts))
+            raise WorldError(f"no source is of part {event.part!r}{near_one}; there is {known}")
         forward = Forward(engine, event, self._translation[pool.name])
         self._forwards[event.name] = forward
         self._order.append(event.name)

@@ -91,6 +91,11 @@ class Pool:
         self.canary.launch_through(lambda kernels: QueuedKernels(kernels, self.queue.put))
         self.canary.arm()
 
+    @property
+    def parts(self) -> set[str]:
+        """Parts that forwards write."""
+        return {source.part for group in self.groups.values() for source in sources_of(group).values()}
+
     def close(self) -> None:
         """Stop the canary."""
         self.queue.begin("")

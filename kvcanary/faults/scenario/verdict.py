@@ -116,4 +116,4 @@ def described(finding: Finding) -> str:
     parties += [f"with {' and '.join(finding.others)}"] if finding.others else []
     where = [f"{finding.group} {finding.place}".strip()] if finding.place or finding.group else []
     words = f" ({finding.detail})" if finding.detail else ""
-    return f"{finding.kind}: {', '.join([*parties, *where])}{words}"
+    return ": ".join(filter(None, [finding.kind, ", ".join([*parties, *where])])) + words

@@ -4,7 +4,8 @@ import pytest
 
 from kvcanary.faults.scenario import happenings as happen
 from kvcanary.faults.scenario.happenings import Fault, Row, Term
-from kvcanary.faults.scenario.notation import FORMS, NotationError, parse_event, places_in
+from kvcanary.faults.scenario.notation import FORMS, parse_event
+from kvcanary.faults.scenario.words import NotationError, places_in
 
 
 def slots(first: int, last: int | None = None, space: str = "", at: int | None = None) -> Term:
@@ -75,7 +76,13 @@ def test_every_form_is_read_as_it_is_documented() -> None:
         ("alloc(A, swa:h3)", "names a group and a tier"),
         ("alloc A 3", "is no event|its arguments stand in brackets"),
         ("alloc(A, 3) twice", "nothing may follow the brackets, got 'twice'"),
-        ("rewind(A, soon)", "expected a whole number, got 'soon'"),
+        ("rewind(A, soon)", "expected a number of tokens, got 'soon'"),
+        ("rewind(A, -1)", "expected a number of tokens from 0 to 65536, got -1"),
+        ("admit(A, 99999999)", "expected a number of tokens from 0 to 65536, got 99999999"),
+        ("launch F1(A writes 3; B; A)", "a request has one row in a forward, and A has two"),
+        ("launch F1(A writes 3 land 4)", r"expected slots or one of .*, got 'land' [(]did you mean 'lands'"),
+        ("launch F1(A reads 3 writes 4)", "a comma goes before 'writes'"),
+        ("launch F1(A writes 3, B writes 4)", "got 'B'; a semicolon goes before the next row"),
         ("launch F1", "a forward has a name, and its rows in brackets"),
         ("launch (A writes 3)", "a forward has a name"),
         ("launch F1(A raeds 3)", "a row reads and writes, got 'raeds' [(]did you mean 'reads'"),

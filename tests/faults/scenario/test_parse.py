@@ -52,7 +52,14 @@ def test_an_expectation_is_tied_to_its_event_and_events_to_their_lines(tmp_path:
         ("groups", 'why = "because"\ngroups', 2, 'needs expect = "nothing"'),
         ("groups", 'also = ["CONTNET"]\ngroups', 2, "no finding is called 'CONTNET' [(]did you mean 'CONTENT'"),
         ("groups = [", "groups = ", 2, "no valid TOML"),
-        ('"free(3)",\n', '"free(3)"\n', 7, "no valid TOML"),
+        ('"free(3)",\n', '"free(3)"\n', 6, "no valid TOML: a comma is missing at the end of this line"),
+        ('3)", # a', '3)" # a', 5, "no valid TOML: a comma is missing at the end of this line"),
+        ("[{ kind", '"nohting" #', 9, r"expected \"nothing\", or a list of findings .* [(]did you mean 'nothing'"),
+        ("[{ kind", '["DOUBLE_FREE"] #', 9, "expect.0: expected .* a list of findings .*, got 'DOUBLE_FREE'"),
+        ('at = "free(3)", ', "", 9, "expect.0: Object missing required field `at`"),
+        ("nth = 2", 'nth = 2, request = "B"', 9, "no event names the request 'B'"),
+        ("nth = 2", 'nth = 2, group = "ful"', 9, "no group or tier is called 'ful' [(]did you mean 'full'"),
+        ("groups", "requests.Al = { prompt = 1 }\ngroups", 2, "no event names the request 'Al' [(]did you mean 'A'"),
     ],
 )
 def test_an_error_names_file_line_and_what_would_be_right(

@@ -36,6 +36,16 @@ def found(given: Scenario) -> list[tuple[str, str]]:
         (["admit(r.A)"], "the file has no `remote` groups"),
         (["alloc(A, 3)", "retire F1"], "no forward F1 was launched; launched were none"),
         (["alloc(A, 3)", "table(A, 4)"], "no launched forward has a row of request 'A'"),
+        (["alloc(A, 14..17)"], "slot 16 lies outside of group 'full' with its 16 slots"),
+        (["free(99)"], "slot 99 lies outside of group 'full' with its 16 slots"),
+        (["alloc(A, h4)"], "tier 'h' has 4 blocks, and no h4"),
+        (["alloc(A, x0)"], r"the file has no tier 'x'; its blocks need a line like tiers = \{ x = 4 \}"),
+        (["alloc(A, 3 3)"], "slot 3 of group 'full' is named twice"),
+        (["alloc(A, 0..7)", "launch F1(A writes 0..7)", "rewind(A, 99)"], "cannot go back to 99: it has 8 tokens"),
+        (
+            ["alloc(A, 3)", "launch F1(A writes 3) part traget"],
+            "no source is of part 'traget' [(]did you mean 'target'",
+        ),
         (["hit(A, key)"], "the prefix index has no key 'key'; it has none"),
         (["copy_land X"], "no copy 'X' was started; started were none"),
         (["alloc(A, 3)", "copy_start X(3 -> h9)"], "tier 'h' has 4 blocks, and no h9"),
@@ -109,8 +119,8 @@ def test_one_stream_runs_in_order(tmp_path: Path) -> None:
 
 
 def test_a_call_that_the_canary_refuses_is_a_finding(tmp_path: Path) -> None:
-    given = scenario(tmp_path, "alloc(A, 99)", "admit(A)", "alloc(A, 3)", "launch F1(A writes 3)")
-    assert found(given) == [("BatchError", "alloc(A, 99)")]
+    given = scenario(tmp_path, *[f"admit(A{number})" for number in range(33)], "alloc(A3, 3)", "launch F1(A3 writes 3)")
+    assert found(given) == [("BatchError", "admit(A32)")]
 
 
 def test_a_copy_that_is_told_too_early_carries_the_bytes_that_are_there(tmp_path: Path) -> None:
