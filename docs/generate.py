@@ -189,7 +189,9 @@ Each setting has an environment variable. `CanaryConfig.from_env()` reads them, 
 3. With `mode=` alone, the mode is the program's and all other settings are the environment's.
 4. Without either, the environment's settings hold. Without `KVCANARY_MODE` the mode is `off`.
 
-An empty variable counts as absent. An unknown `KVCANARY_*` variable is an error that names the nearest known one.
+An empty variable counts as absent. An unknown `KVCANARY_*` variable is an error that names the nearest known one;
+what Kubernetes sets in each container for a Service of that name (`KVCANARY_SERVICE_HOST`, `KVCANARY_PORT_9464_TCP`...)
+is passed over. [Containers](../how-to/containers.md) has the variables of a deployment.
 Booleans are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; whole numbers may be written `0x400`; lists are
 separated by commas.
 

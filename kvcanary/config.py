@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
@@ -16,6 +17,10 @@ from kvcanary.errors import ConfigError
 
 Mode = Literal["off", "log", "raise", "quarantine"]
 PREFIX = "KVCANARY_"
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*|\w+_PORT=(tcp|udp|sctp)://.*"
+)
+"""What Kubernetes sets in each container for a Service that is called ``kvcanary`` or ``kvcanary-...``."""
 SECRET_FIELDS = frozenset({"key"})
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -140,17 +145,20 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
         """The settings in ``KVCANARY_*`` variables; an absent mode is ``off``, an empty variable is absent.
 
-        With ``KVCANARY_MODE=off`` nothing else is looked at.
+        With ``KVCANARY_MODE=off`` nothing else is looked at. Variables that Kubernetes makes for its Services are no
+        settings.
 
         Raises:
             ConfigError: an unknown variable (with the nearest known one), or a value that does not fit.
         """
         environ = os.environ if environ is None else environ
-        if environ.get(f"{PREFIX}MODE", "").strip() == "off":  # an emergency switch works beside a misspelt variable
+        if (
+            environ.get(f"{PREFIX}MODE", "").strip().lower() == "off"
+        ):  # an emergency switch works beside a misspelt variable
             return cls(mode="off")
         values: dict[str, Any] = {"mode": "off"}
         for variable, text in environ.items():
-            if variable.startswith(PREFIX):
+            if variable.startswith(PREFIX) and not _SERVICE_LINK.fullmatch(f"{variable}={text}"):
                 name = _field_of(variable)
                 if text.strip():
                     values[name] = _parse(variable, name, text.strip())
