@@ -119,7 +119,17 @@ def find_adapter(engine: object) -> Adapter:
 
 
 def unarmed_checks(adapter: Adapter) -> dict[str, str]:
-    """Checks that cannot be made because the adapter does not deliver what they need, each with its reason."""
+    """Checks that cannot be made because the adapter does not deliver what they need, each with its reason.
+
+    Raises:
+        ConfigError: it says that it delivers a fact that there is none of.
+    """
+    unknown = adapter.facts - FACTS
+    if unknown:
+        raise ConfigError(
+            f"the {adapter.name} adapter names facts {', '.join(map(repr, sorted(unknown)))}; "
+            f"there are {', '.join(sorted(FACTS))}"
+        )
     missing = FACTS - adapter.facts
     return {
         check: f"the {adapter.name} adapter delivers no {', '.join(sorted(missing & set(needs)))} facts"

@@ -37,13 +37,7 @@ class _Watched:
         canary.bind(self.layout(), engine="simulated", unarmed=unarmed, **limits)
         # What is launched on this device runs later, and so must what the canary launches.
         canary.launch_through(lambda kernels: QueuedKernels(kernels, engine.device.launch))
-        after(
-            engine,
-            "begin",
-            lambda _, r, start: canary.admit(
-                r.name, start=start, identity=r.identity, tokens=r.tokens, salts=r.salt_list()
-            ),
-        )
+        after(engine, "begin", self.admit)
         after(engine, "preempt", lambda _, r: canary.preempt(r.name) if r.live else None)
         after(engine, "finish", lambda _, r: canary.finish(r.name, tokens=r.tokens))
         after(engine, "copy_pages", lambda _, r, group, old, new: canary.move(group, old, new, r.name))
