@@ -37,9 +37,7 @@ class SmallAdapter:
 
     def layout(self, engine):
         memory, truths = engine.memory["full"], {"trash_pages": (0,), "offset_follows_position": True}
-        parts = [("kv", n, kv) for n, kv in enumerate(memory.kv)] + [
-            ("scale", n, s) for n, s in enumerate(memory.scale)
-        ]
+        parts = [(name, n, view) for name in ("kv", "scale") for n, view in enumerate(getattr(memory, name))]
         sources = tuple(KVSource.from_view(f"{part}{n}", view, layer=n, component=part) for part, n, view in parts)
         return PoolLayout((AttentionGroup("full", "full", memory.slots, memory.page_size, sources, **truths),))
 
