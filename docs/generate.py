@@ -29,7 +29,9 @@ from kvcanary.observers.prometheus import series_names
 
 DOCS = Path(__file__).parent
 NOTICE = "<!-- Made by `python -m docs.generate`. Change the source or the script, not this page. -->\n"
-INCLUDE = re.compile(r"^<!-- example: (?P<name>\S+) -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+INCLUDE = re.compile(
+    r"^<!-- example: (?P<name>\S+)(?: (?P<part>\S+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Field(NamedTuple):
@@ -187,7 +189,9 @@ Each setting has an environment variable. `CanaryConfig.from_env()` reads them, 
 3. With `mode=` alone, the mode is the program's and all other settings are the environment's.
 4. Without either, the environment's settings hold. Without `KVCANARY_MODE` the mode is `off`.
 
-An empty variable counts as absent. An unknown `KVCANARY_*` variable is an error that names the nearest known one.
+An empty variable counts as absent. An unknown `KVCANARY_*` variable is an error that names the nearest known one;
+what Kubernetes sets in each container for a Service of that name (`KVCANARY_SERVICE_HOST`, `KVCANARY_PORT_9464_TCP`...)
+is passed over. [Containers](../how-to/containers.md) has the variables of a deployment.
 Booleans are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; whole numbers may be written `0x400`; lists are
 separated by commas.
 
@@ -334,13 +338,28 @@ def _within(forwards: int | None) -> str:
 
 
 def with_examples(page: str) -> str:
-    """The page, with each shown example as its file has it now."""
+    """The page, with each shown example, or the function or class of it that is named, as its file has it now."""
 
     def shown(found: re.Match[str]) -> str:
         text = (DOCS / "examples" / found["name"]).read_text("utf-8").rstrip()
-        return f"<!-- example: {found['name']} -->\n```python\n{text}\n```"
+        if found["part"]:
+            text = part_of(text, found["part"])
+        return f"{found[0].partition(chr(10))[0]}\n```python\n{text}\n```"
 
     return INCLUDE.sub(shown, page)
+
+
+def part_of(source: str, name: str) -> str:
+    """One function or class of a source; ``Class.method`` names a method."""
+    body: list[ast.stmt] = ast.parse(source).body
+    found: ast.ClassDef | ast.FunctionDef | None = None
+    for word in name.split("."):
+        known = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        if word not in known:
+            raise SystemExit(f"an example has no {name}; there are {', '.join(known)}")
+        found, body = known[word], known[word].body
+    lines = source.splitlines()
+    return textwrap.dedent("\n".join(lines[found.lineno - 1 : found.end_lineno] if found else lines))
 
 
 def outputs() -> dict[Path, str]:

@@ -9,6 +9,7 @@ import difflib
 import functools
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -20,6 +21,10 @@ from kvcanary.errors import ConfigError
 Mode = Literal["off", "log", "raise", "quarantine"]
 Backend = Literal["auto", "triton", "reference"]
 PREFIX = "KVCANARY_"
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*|\w+_PORT=(tcp|udp|sctp)://.*"
+)
+"""What Kubernetes sets in each container for a Service that is called ``kvcanary`` or ``kvcanary-...``."""
 SECRET_FIELDS = frozenset({"key"})
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -157,7 +162,8 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
         """The settings in ``KVCANARY_*`` variables; an absent mode is ``off``, an empty variable is absent.
 
-        With ``KVCANARY_MODE=off`` nothing else is looked at.
+        With ``KVCANARY_MODE=off`` nothing else is looked at. Variables that Kubernetes makes for its Services are no
+        settings.
 
         Raises:
             ConfigError: an unknown variable (with the nearest known one), or a value that does not fit.
@@ -167,7 +173,7 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return cls(mode="off")
         values: dict[str, Any] = {"mode": "off"}
         for variable, text in environ.items():
-            if variable.startswith(PREFIX):
+            if variable.startswith(PREFIX) and not _SERVICE_LINK.fullmatch(f"{variable}={text}"):
                 name = _field_of(variable)
                 if text.strip():
                     values[name] = _parse(variable, name, text.strip())

@@ -350,8 +350,10 @@ def host_pages(pages: Pages) -> Sequence[int]:
 
 
 def _check_names(request: object, identity: object) -> None:
-    if not isinstance(request, str) or not isinstance(identity, bytes | None):
-        raise BatchError(f"request {request!r}: ids must be strings and identities bytes, got {identity!r}")
+    if not isinstance(request, str):
+        raise BatchError(f"request {request!r}: ids must be strings, got a {type(request).__name__}")
+    if not isinstance(identity, bytes | None):
+        raise BatchError(f"request {request!r}: identities must be bytes or None, got {identity!r}")
 
 
 def _salts(request: str, salts: Sequence[int]) -> tuple[int, ...]:

@@ -225,3 +225,15 @@ def test_a_rank_counts_its_words_from_its_first_head_whether_a_run_holds_one_hea
     by_token = KVSource.from_view("k0", tensor, first_head=6)
     by_head = KVSource.from_view("k0", tensor.transpose(1, 2).contiguous().transpose(1, 2), first_head=6)
     assert by_token.runs[0].first_word == by_head.runs[0].first_word == 48
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"request": 7}, "request 7: ids must be strings, got a int"),
+        ({"request": "a", "identity": "adapter"}, "request 'a': identities must be bytes or None, got 'adapter'"),
+    ],
+)
+def test_a_wrong_id_or_identity_is_named_by_itself(bench: Bench, arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(BatchError, match=says):
+        bench.canary.admit(**arguments)

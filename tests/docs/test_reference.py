@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -13,12 +12,10 @@ from types import ModuleType
 
 import pytest
 
-import kvcanary
 from kvcanary.engines import base
 from kvcanary.observers import explain_ownership, ownership, ownership_evidence, ownership_transfers
 from kvcanary.observers.explain import docs_link
 from kvcanary.record import Kind
-from kvcanary.testing import EventRecorder, assert_no_violations
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -129,38 +126,3 @@ def test_the_schema_describes_every_event_that_a_log_or_a_journal_can_hold() -> 
     for name, definition in tags.items():
         (tag,) = definition["properties"]["type"]["enum"]
         assert f"### {name}\n\n`{tag}`" in events
-
-
-OWN_ENGINE = re.compile(r"^```python test\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-ADAPTER = re.compile(r"^class TinyAdapter:\n.*?(?=^\S)", re.MULTILINE | re.DOTALL)
-
-
-def own_engine() -> str:
-    found = OWN_ENGINE.search((DOCS / "how-to" / "own_engine.md").read_text("utf-8"))
-    assert found is not None
-    return found["code"]
-
-
-def test_the_adapter_for_an_engine_of_ones_own_is_short() -> None:
-    found = ADAPTER.search(own_engine())
-    assert found is not None
-    assert sum(bool(line.strip()) for line in found[0].splitlines()) < 60
-
-
-def test_watch_finds_the_adapter_once_it_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, _, _ = own_engine().partition("\n\nassert_no_violations(")
-    (tmp_path / "tiny_engine.py").write_text(program, "utf-8")
-    info = tmp_path / "tiny_engine-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny_engine\nVersion: 1\n", "utf-8")
-    (info / "entry_points.txt").write_text("[kvcanary.engines]\ntiny = tiny_engine:TinyAdapter\n", "utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    engine = importlib.import_module("tiny_engine").TinyEngine()
-    before = set(vars(engine))
-    recorder = EventRecorder()
-    with kvcanary.watch(engine, mode="raise", observers=[recorder]):
-        engine.submit("request", range(10))
-        for _ in range(4):
-            engine.step()
-    assert set(vars(engine)) == before
-    assert_no_violations(recorder, checks=["links", "row_ends"])

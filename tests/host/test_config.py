@@ -121,6 +121,30 @@ def test_an_unknown_variable_names_its_nearest_neighbour() -> None:
         CanaryConfig.from_env({"KVCANARY_STAT_EVERY": "3"})
 
 
+def test_what_kubernetes_sets_for_services_of_that_name_is_no_setting() -> None:
+    links = {
+        "KVCANARY_SERVICE_HOST": "10.96.0.7",
+        "KVCANARY_SERVICE_PORT": "9464",
+        "KVCANARY_SERVICE_PORT_METRICS": "9464",
+        "KVCANARY_PORT": "tcp://10.96.0.7:9464",
+        "KVCANARY_PORT_9464_TCP": "tcp://10.96.0.7:9464",
+        "KVCANARY_PORT_9464_TCP_ADDR": "10.96.0.7",
+        "KVCANARY_METRICS_SERVICE_HOST": "10.96.0.8",
+        "KVCANARY_METRICS_PORT": "tcp://10.96.0.8:9464",
+    }
+    assert CanaryConfig.from_env({"KVCANARY_MODE": "log", **links}) == CanaryConfig(mode="log")
+
+
+@pytest.mark.parametrize("variable", ["KVCANARY_PROMETHEUS_PORT", "KVCANARY_LOG_SERVICES", "KVCANARY_SERVICE"])
+def test_what_a_person_may_have_meant_is_an_error_all_the_same(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} is unknown"):
+        CanaryConfig.from_env({"KVCANARY_MODE": "log", variable: "9464"})
+
+
+def test_off_switches_off_beside_a_misspelt_variable_however_it_is_written() -> None:
+    assert CanaryConfig.from_env({"KVCANARY_MODE": " OFF ", "KVCANARY_NONSENSE": "1"}).mode == "off"
+
+
 def test_a_variable_of_the_wrong_type_is_named() -> None:
     with pytest.raises(ConfigError, match="environment variable KVCANARY_HEALTH_EVERY is 'often'; expected a whole"):
         CanaryConfig.from_env({"KVCANARY_HEALTH_EVERY": "often"})
