@@ -41,7 +41,7 @@ class TritonKernels:
         self._bound: WeakKeyDictionary[DeviceState, _Bound] = WeakKeyDictionary()
 
     def prepare(self, state: DeviceState) -> None:
-        """Make what belongs to ``state`` and compile its kernels, so that nothing of that happens while serving.
+        """Make what belongs to ``state`` and compile all that any call for it may launch: nothing does while serving.
 
         Raises:
             ConfigError: a stream is being captured, or the layout has more groups or larger indices than fit.
@@ -49,9 +49,9 @@ class TritonKernels:
         for kernel in self.variants(state):
             kernel.compile()
 
-    def variants(self, state: DeviceState, *, rare: bool = False) -> list[Kernel]:
-        """The kernels that serve ``state``; with ``rare`` also those that compile when they are first needed."""
-        return self._of(state).kernels.variants(rare=rare)
+    def variants(self, state: DeviceState) -> list[Kernel]:
+        """Every compiled form that serving ``state`` may need."""
+        return self._of(state).kernels.all()
 
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""
