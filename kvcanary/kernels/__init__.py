@@ -33,7 +33,7 @@ class FactOp(IntEnum):
     OWN = 2
     """pages get owner (tag, HELD, now); records stay (a page handed on with its contents)"""
     ADMIT = 3
-    """row starts: tag, seed (``digest2``); ``position`` and ``digest`` are its armed base if ``armed``, else it
+    """row starts: tag, ``seed``; ``position`` and ``digest`` are its armed base if ``armed``, else it
     has none yet"""
     ANCHOR = 4
     """the base of an unarmed row arrived: compare with what it assumed at ``position``, report or arm; if the row has
@@ -74,7 +74,7 @@ class DeviceFact:
     tag: int = 0
     position: int = 0
     digest: int = 0
-    digest2: int = 0
+    seed: int = 0
     armed: bool = False
     judged: bool = False
     records: torch.Tensor | None = field(default=None, repr=False)

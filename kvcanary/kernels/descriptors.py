@@ -215,7 +215,7 @@ class FactWord(IntEnum):
     TAG = 4
     POSITION = 5
     DIGEST = 6
-    DIGEST2 = 7
+    SEED = 7
     ARMED = 8
     COUNT = 9
     """pages"""

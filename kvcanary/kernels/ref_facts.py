@@ -194,11 +194,11 @@ class Application:
         fact, row = self.fact, self._row()
         row.zero_()
         row[RowWord.TAG] = fact.tag
-        row[RowWord.SEED] = fact.digest2
+        row[RowWord.SEED] = fact.seed
         row[RowWord.HIGH] = -1
         row[RowWord.ANCHOR_POSITION] = NOTHING
-        if fact.position == 0 and fact.digest2:
-            self._set_base(row, fact.digest2)
+        if fact.position == 0 and fact.seed:
+            self._set_base(row, fact.seed)
         elif fact.armed:
             self._set_base(row, fact.digest)
 

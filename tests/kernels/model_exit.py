@@ -388,9 +388,9 @@ class Model(EntryModel):
         self.history[fact.row][fact.position % HISTORY] = digest
 
     def _fact_admit(self, fact: DeviceFact) -> None:
-        self.rows[fact.row] = [fact.tag, fact.digest2, 0, -1, 0, 0, -1, 0]
-        if fact.position == 0 and fact.digest2:
-            self._base(fact, fact.digest2)
+        self.rows[fact.row] = [fact.tag, fact.seed, 0, -1, 0, 0, -1, 0]
+        if fact.position == 0 and fact.seed:
+            self._base(fact, fact.seed)
         elif fact.armed:
             self._base(fact, fact.digest)
 

@@ -93,7 +93,7 @@ class Decoder:
             fact
             for row in range(ROWS)
             for fact in (
-                DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, digest2=self.keys.seed),
+                DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, seed=self.keys.seed),
                 DeviceFact(FactOp.ALLOC, pages=self.pages[row], tag=row + 1),
             )
         ]
@@ -371,7 +371,7 @@ def test_the_end_of_a_large_pool_is_addressed_rightly(dtype: torch.dtype, pages:
         for kernels, state in contestants:
             if length == 0:
                 kernels.facts(state, [
-                    DeviceFact(FactOp.ADMIT, row=0, tag=1, digest2=5),
+                    DeviceFact(FactOp.ADMIT, row=0, tag=1, seed=5),
                     DeviceFact(FactOp.ALLOC, pages=used, tag=1),
                     DeviceFact(FactOp.POISON, pages=torch.tensor(used, device=DEVICE).tolist()),
                 ])  # fmt: skip
