@@ -53,9 +53,7 @@ class FactOp(IntEnum):
     """fingerprints of all linked slots of ``pages`` are taken anew from the bytes"""
     QUEUE = 11
     """slots of ``pages`` go to the front of the scrub"""
-    UNSEAL = 12
-    """seals of pages are cleared, links stay (weights changed in place, bytes edited)"""
-    POISON = 13
+    POISON = 12
     """pages were just handed out and hold nothing: their bytes are filled with poison"""
 
 

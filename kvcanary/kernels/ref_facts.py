@@ -68,7 +68,6 @@ class Application:
             FactOp.WIPE: self._wipe,
             FactOp.RESTAMP: self._restamp,
             FactOp.QUEUE: self._queue,
-            FactOp.UNSEAL: self._unseal,
             FactOp.POISON: self._poison,
         }
         operations[self.fact.op]()
@@ -114,9 +113,6 @@ class Application:
 
     def _wipe(self) -> None:
         _wipe(self.records, self._slots(self._pages()))
-
-    def _unseal(self) -> None:
-        self.records.seals[:, self._slots(self._pages())] = 0
 
     def _poison(self) -> None:
         ref_poison.fill(self.launch, self.space, self._slots(self._pages()))

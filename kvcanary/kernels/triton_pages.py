@@ -52,7 +52,6 @@ _IMPORT = tl.constexpr(int(FactOp.IMPORT))
 _WIPE = tl.constexpr(int(FactOp.WIPE))
 _RESTAMP = tl.constexpr(int(FactOp.RESTAMP))
 _QUEUE_OP = tl.constexpr(int(FactOp.QUEUE))
-_UNSEAL = tl.constexpr(int(FactOp.UNSEAL))
 _ARENA = tl.constexpr(int(GroupWord.ARENA))
 _ARENA_PAGES = tl.constexpr(int(GroupWord.ARENA_PAGES))
 _ARENA_GROUPS = tl.constexpr(int(GroupWord.ARENA_GROUPS))
@@ -87,13 +86,12 @@ def _slots(fact, words, group, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
 
 
 @triton.jit
-def _wipe(group, slot, mask, LINKS: tl.constexpr):
-    """Clear the seals of slots, and the links with ``LINKS``."""
+def _wipe(group, slot, mask):
+    """Clear the records of slots."""
     zero = slot * 0
-    if LINKS:
-        link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
-        tl.store(link, zero, mask=mask)
-        tl.store(link + 1, zero, mask=mask)
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
+    tl.store(link, zero, mask=mask)
+    tl.store(link + 1, zero, mask=mask)
     seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
     for _ in range(tl.load(group + GROUP_PARTS)):
         tl.store(seal, zero, mask=mask)
@@ -168,7 +166,7 @@ def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
                 j = space * 0
                 while j < size:
                     slot = area * size + j
-                    _wipe(its, slot, changed & (slot < tl.load(its + GROUP_NUM_SLOTS)), True)
+                    _wipe(its, slot, changed & (slot < tl.load(its + GROUP_NUM_SLOTS)))
                     j += 1
             other += 1
         tl.store(holder + area, area * 0 + space + 1, mask=changed)
@@ -255,9 +253,7 @@ def apply_to_pages(counters, rows, meta, fact, words, space, group, forward, lan
             i = start + lane
             slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
             if (op == _ALLOC) | (op == _WIPE):
-                _wipe(group, slot, there, True)
-            if op == _UNSEAL:
-                _wipe(group, slot, there, False)
+                _wipe(group, slot, there)
             if (op == _COPY) | (op == _EXPORT):
                 _save_records(fact, group, slot, there, i)
             if op == _IMPORT:

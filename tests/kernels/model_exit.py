@@ -325,11 +325,6 @@ class Model(EntryModel):
     def _fact_wipe(self, fact: DeviceFact) -> None:
         self._wipe(self.layout.spaces[fact.group], self._slots(fact))
 
-    def _fact_unseal(self, fact: DeviceFact) -> None:
-        for seals in self.seals[self.layout.spaces[fact.group]]:
-            for slot in self._slots(fact):
-                seals[slot] = [0, 0]
-
     def _moved(self, seal: Sequence[int]) -> list[int]:
         if seal[1] & MASK32 == 0:
             return [0, 0]

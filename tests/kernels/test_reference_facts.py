@@ -180,10 +180,10 @@ def test_restamped_pages_are_trusted_with_their_present_bytes() -> None:
     assert rig.seal(rig.slot(request, 5) + 1) == (0, 0)
 
 
-def test_unsealed_pages_keep_their_links_and_are_not_scrubbed() -> None:
+def test_slots_with_a_link_but_no_seal_are_not_scrubbed() -> None:
     rig = Rig()
     request = rig.request(4)
-    rig.fact(FactOp.UNSEAL, pages=[rig.page(request, 0)])
+    rig.state.groups[0].seals[:, 4 * rig.page(request, 0) :][:, :4] = 0
     flip_bit(rig.world.layout.groups[0].sources[0], rig.slot(request, 1))
     assert [rig.idle(BIG), rig.idle(BIG), rig.decode(request)] == [[], [], []]
 
