@@ -22,6 +22,7 @@ from kvcanary.state import (
     OUTBOX_ROWS,
     OWNER_TRASH,
     GroupState,
+    OutboxWord,
     RowFlag,
     RowWord,
     Word,
@@ -251,8 +252,8 @@ class Application:
                 row[RowWord.HIGH] = -1
         out = self.state.outbox[number % OUTBOX_ROWS]
         # The sequence word last: a reader on another thread must not take half a row for a whole one.
-        out[1:] = torch.tensor([fact.tag, fact.position, int(held), digest, launch.forward])
-        out[0] = number + 1
+        out[OutboxWord.TAG :] = torch.tensor([fact.tag, fact.position, int(held), digest, launch.forward])
+        out[OutboxWord.SEQUENCE] = number + 1
 
     # --- what a fact names ----------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresse
 from kvcanary.kernels.triton_launch import Kernel
 from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
 from kvcanary.kernels.triton_requests import FactEncoder
-from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
 from kvcanary.kernels.triton_variants import POISON_TILE, Variants
 from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning, Workspace
+from kvcanary.state import MIN_ENTRIES_PER_ROW
 
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch

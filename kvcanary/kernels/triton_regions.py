@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcanary.kernels.descriptors import MAX_REGIONS, REGION_ROW, RegionKind, RegionWord, fill_row
-from kvcanary.kernels.triton_bytes import QUEUE_PER_LAUNCH
 from kvcanary.kernels.triton_workspace import Workspace
-from kvcanary.state import DeviceState
+from kvcanary.state import QUEUE_PER_LAUNCH, DeviceState
 
 NO_PROGRAM = (1 << 62) - 1
 """First program of a region that is not there."""

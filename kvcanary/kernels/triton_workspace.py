@@ -36,7 +36,7 @@ from kvcanary.kernels.triton_launch import Kernel, entry
 from kvcanary.kernels.triton_sources import are_alike, block_words, chunk_rows
 from kvcanary.kernels.triton_spots import PoisonTables
 from kvcanary.kernels.triton_words import words_at
-from kvcanary.state import DeviceState
+from kvcanary.state import QUEUE_PER_LAUNCH, DeviceState
 
 SEAL_BYTES = 16
 COPY_WORDS = COPIED_CURSORS + MAX_GROUPS
@@ -278,7 +278,7 @@ class Workspace:
         self.tokens = 0
         """new tokens of the latest forward, as far as the host knows; sizes grids, never results"""
         self.token_sums = torch.zeros(2, len(layout.groups), state.limits.max_tokens, dtype=torch.int64, device=device)
-        self.queue_sums = torch.zeros(3, 1024, dtype=torch.int64, device=device)
+        self.queue_sums = torch.zeros(3, QUEUE_PER_LAUNCH, dtype=torch.int64, device=device)
         self.queue_copy = torch.zeros(COPY_WORDS, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(8, dtype=torch.int64, device=device)
         self.scrub_sums: dict[tuple[int, int], torch.Tensor] = {}

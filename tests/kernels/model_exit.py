@@ -16,7 +16,6 @@ from kvcanary.state import (
     OUTBOX_ROWS,
     OWNER_NULL,
     OWNER_TRASH,
-    SCRATCH_ROWS,
     SCRUB_CURSOR,
     SCRUB_PASS_FORWARD,
     SCRUB_PASSES,
@@ -222,7 +221,7 @@ class Model(EntryModel):
         self.counters[Word.DIGEST_SUM] = signed(total)
         if not self.counters[Word.SCRATCH_TOKENS]:
             return
-        for row, start, new, context, digest, source in self.scratch_batch[: self.counters[SCRATCH_ROWS]]:
+        for row, start, new, context, digest, source in self.scratch_batch[: self.counters[Word.SCRATCH_ROWS]]:
             if row < 0 or new <= 0:
                 continue
             words = self.rows[row]
