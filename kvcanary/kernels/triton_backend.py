@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary.errors import LayoutError
-from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses, is_plain
+from kvcanary.kernels.descriptors import batch_addresses, is_plain
 from kvcanary.kernels.triton_launch import Kernel
-from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
+from kvcanary.kernels.triton_regions import Launch, Plan, Planner
 from kvcanary.kernels.triton_requests import FactEncoder
+from kvcanary.kernels.triton_tuning import INTERPRETED, Tuning
 from kvcanary.kernels.triton_variants import POISON_TILE, Variants
-from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning, Workspace
+from kvcanary.kernels.triton_workspace import Workspace
 from kvcanary.state import MIN_ENTRIES_PER_ROW
 
 if TYPE_CHECKING:
@@ -379,12 +380,7 @@ class _Bound:
         found = torch.zeros(slots.shape[0], dtype=torch.int64, device=workspace.device)
         if not slots.shape[0]:
             return found
-        region = list_region(workspace, space, part, slots, found)
-        large = slots.shape[0] >= self._tuning.large_items
-        each, sub, *_ = self._tuning.large if large else self._tuning.small
-        region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
-        region[RegionWord.PROGRAMS] = -(-slots.shape[0] // each) * region[RegionWord.SPLITS]
-        address = workspace.regions.find((tuple(region),), keep=workspace.capturing())
-        launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
-        self._launch_sums(launch, large=large, nonfinite=False, always=True)
+        plan = self._planner.of_slots(space, part, slots, found)
+        for launch in plan.launches:
+            self._launch_sums(launch, large=plan.large, nonfinite=False, always=True)
         return found

@@ -23,7 +23,7 @@ from tests.kernels.pools import GroupSpec, make_layout
 
 ROOT = Path(__file__).parents[2]
 SERVING = (
-    "_describe_kernel",
+    "describe_kernel",
     "abandon_kernel",
     "check_kernel",
     "commit_kernel",
@@ -98,7 +98,7 @@ def test_every_form_of_every_kernel_compiles(layout: str) -> None:
 def main(layout: str, poison: PoisonMode) -> None:
     """Compile and print."""
     from kvcanary.kernels.triton_backend import TritonKernels
-    from kvcanary.kernels.triton_workspace import Tuning
+    from kvcanary.kernels.triton_tuning import Tuning
     from kvcanary.record import make_keys
     from kvcanary.state import DeviceState
 

@@ -16,8 +16,11 @@ from kvcanary.errors import BatchError, ConfigError, LayoutError
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.kernels.descriptors import CHUNK_ROW, ChunkWord, GroupWord, group_row
 from kvcanary.kernels.triton_regions import Planner, round_up
+from kvcanary.kernels.triton_rowsets import ROWS_AT_ONCE, RowSets
 from kvcanary.kernels.triton_sources import block_words, chunk_rows
-from kvcanary.kernels.triton_workspace import INTERPRETED, ROWS_AT_ONCE, RowSets, Staging, Workspace
+from kvcanary.kernels.triton_staging import Staging
+from kvcanary.kernels.triton_tuning import INTERPRETED
+from kvcanary.kernels.triton_workspace import Workspace
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout, Run
 from kvcanary.record import make_keys
 from tests.kernels.cases import World
