@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary.errors import LayoutError
-from kvcanary.kernels.descriptors import batch_addresses, is_plain
+from kvcanary.kernels.batch_descriptors import batch_addresses
+from kvcanary.kernels.descriptors import is_plain
 from kvcanary.kernels.triton_launch import Kernel
 from kvcanary.kernels.triton_regions import Launch, Plan, Planner
 from kvcanary.kernels.triton_requests import FactEncoder

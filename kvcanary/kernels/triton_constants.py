@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from kvcanary import record, state
-from kvcanary.kernels import descriptors
-from kvcanary.kernels.descriptors import FactWord, GroupWord, ItemFlag, ItemWord, RegionKind, RegionWord, StateWord
+from kvcanary.kernels import batch_descriptors, descriptors
+from kvcanary.kernels.batch_descriptors import ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import FactWord, GroupWord, RegionKind, RegionWord, StateWord
 from kvcanary.record import Kind
 from kvcanary.state import BatchWord, Check, DigestSource, Reason, Role, RowFlag, RowWord, Word
 
@@ -17,7 +18,7 @@ from kvcanary.state import BatchWord, Check, DigestSource, Reason, Role, RowFlag
 BATCH_WORDS = tl.constexpr(state.BATCH_WORDS)
 GROUP_WORDS = tl.constexpr(state.GROUP_WORDS)
 HISTORY = tl.constexpr(state.HISTORY)
-ITEM_ROW = tl.constexpr(descriptors.ITEM_ROW)
+ITEM_ROW = tl.constexpr(batch_descriptors.ITEM_ROW)
 REGION_ROW = tl.constexpr(descriptors.REGION_ROW)
 ROW_WORDS = tl.constexpr(state.ROW_WORDS)
 SCRUB_CURSOR_AT = tl.constexpr(state.GLOBAL_WORDS + state.SCRUB_CURSOR)

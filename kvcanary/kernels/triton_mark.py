@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.batch_descriptors import ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import GroupWord
 from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
 from kvcanary.kernels.triton_constants import (
     BATCH_CONTEXT,

@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import GroupWord, ItemWord, StateWord
+from kvcanary.kernels.batch_descriptors import ItemWord
+from kvcanary.kernels.descriptors import GroupWord, StateWord
 from kvcanary.kernels.triton_constants import (
     GROUP_RING,
     HISTORY,

@@ -8,9 +8,9 @@ import torch
 
 from kvcanary.batch import ForwardBatch
 from kvcanary.errors import ConfigError
+from kvcanary.kernels.batch_descriptors import ITEM_ROW, item_row
 from kvcanary.kernels.descriptors import (
     BUNDLE,
-    ITEM_ROW,
     MAX_GROUPS,
     PART_ROW,
     REGION_ROW,
@@ -21,7 +21,6 @@ from kvcanary.kernels.descriptors import (
     StateWord,
     fill_row,
     group_row,
-    item_row,
     powers_of_two,
     state_row,
 )
