@@ -88,8 +88,8 @@ def test_rows_that_no_graph_holds_are_used_again() -> None:
 
 
 def test_what_a_graph_alone_has_written_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
     capturing = iter((True, True, False, True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
     written = Written[str](torch.device("cuda"))
     found = [written.is_due("row") for _ in range(5)]
     written.forget("row")
