@@ -67,7 +67,7 @@ class Lifecycle(Reporting):
         entry = self.registry.admit(request, seed, salts)
         self._pending.append(
             DeviceFact(
-                FactOp.ADMIT, row=entry.row, tag=entry.tag, position=start, digest=digest, digest2=seed, armed=armed
+                FactOp.ADMIT, row=entry.row, tag=entry.tag, position=start, digest=digest, seed=seed, armed=armed
             )
         )
         if not armed:

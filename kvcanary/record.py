@@ -100,7 +100,7 @@ class Kind(IntEnum):
     DOUBLE_ALLOC = 19
 
 
-NUM_KINDS = 20
+NUM_KINDS = len(Kind)
 
 
 class Keys(NamedTuple):

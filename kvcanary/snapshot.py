@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcanary.record import NUM_KINDS
-from kvcanary.state import KIND_COUNTS, OUTBOX_ROWS, DeviceState, ViolationWord, Word, group_base
+from kvcanary.state import KIND_COUNTS, OUTBOX_ROWS, DeviceState, OutboxWord, ViolationWord, Word, group_base
 
 _LATE_NS = 1_000_000_000
 
@@ -160,7 +160,7 @@ class SnapshotRing:
         first = max(self._audits, count - OUTBOX_ROWS)
         rows = [self._state.outbox[number % OUTBOX_ROWS].tolist() for number in range(first, count)]
         self._audits = max(self._audits, count)
-        return [row for number, row in enumerate(rows, first) if row[0] == number + 1]
+        return [row for number, row in enumerate(rows, first) if row[OutboxWord.SEQUENCE] == number + 1]
 
     def _acknowledge(self, words: list[int]) -> None:
         acked = self._state.acked

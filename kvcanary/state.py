@@ -107,6 +107,8 @@ class Word(IntEnum):
     """tokens (padding included) of the forward in the scratch"""
     LAUNCHES = 16
     """first of 8 launch counters, indexed by Role"""
+    SCRATCH_ROWS = 24
+    """rows (padding included) of the forward in the scratch"""
     CLOCK_BEGAN = 25
     """when the entry of the forward in progress began, on the GPU's clock in ns; 0: it is not timed"""
     CLOCK_ENTERED = 26
@@ -117,14 +119,10 @@ class Word(IntEnum):
     """the last forward that was timed; 0: none"""
 
 
-SCRATCH_ROWS = int(Word.LAUNCHES) + 8
-"""index of the counter that holds the rows (padding included) of the forward in the scratch"""
 GLOBAL_WORDS = int(Word.GPU_FORWARD) + 1
-NUM_CHECKS = 6
-NUM_REASONS = 8
 VERIFIED = 0
-UNVERIFIED = VERIFIED + NUM_CHECKS
-SCRUB_CURSOR = UNVERIFIED + NUM_REASONS
+UNVERIFIED = VERIFIED + len(Check)
+SCRUB_CURSOR = UNVERIFIED + len(Reason)
 SCRUB_PASSES = SCRUB_CURSOR + 1
 SCRUB_PASS_FORWARD = SCRUB_PASSES + 1
 """forward in which the running scrub pass of this group's space began"""
@@ -159,7 +157,8 @@ class RowWord(IntEnum):
     ANCHOR_DIGEST = 7
 
 
-ROW_WORDS = 8
+ROW_WORDS = len(RowWord)
+"""a power of two: kernels clear a row with one lane a column"""
 
 
 class RowFlag(IntEnum):
@@ -206,7 +205,7 @@ class DigestSource(IntEnum):
     """the row starts at position 0"""
 
 
-BATCH_WORDS = 6
+BATCH_WORDS = len(BatchWord)
 
 
 class ViolationWord(IntEnum):
@@ -237,15 +236,38 @@ class ViolationWord(IntEnum):
 
 
 VIOLATION_WORDS = 24
+"""columns, filled up to whole lines of 64 bytes, so that no line of the host's memory holds parts of two rows"""
 NOTHING = -1
 """In a violation row: this field does not apply (digests and fingerprints: 0)."""
 
+
+class OutboxWord(IntEnum):
+    """Columns of an audit row: the digest of a request that ended."""
+
+    SEQUENCE = 0
+    """its number from 1, written last"""
+    TAG = 1
+    LENGTH = 2
+    """as it was asked for"""
+    HELD = 3
+    """1: the history held the digest there"""
+    DIGEST = 4
+    FORWARD = 5
+
+
 OUTBOX_ROWS = 256
-OUTBOX_WORDS = 6
-"""Columns: sequence (from 1, written last), tag, length asked for, 1 if the history held it, digest, forward."""
+OUTBOX_WORDS = len(OutboxWord)
 
 SUSPECT_ROWS = 4096
 """Ring of (space, slot, part) whose bytes the scrub looks at first."""
+SPACE_SHIFT = 48
+PART_SHIFT = 56
+"""An entry is ``slot | space << SPACE_SHIFT | part << PART_SHIFT``."""
+QUEUE_PER_LAUNCH = 1024
+"""Entries that one scrub takes."""
+
+MIN_ENTRIES_PER_ROW = 64
+"""Old positions of a row that a check reads, however many rows share ``Limits.head_entries``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -295,7 +317,7 @@ class DeviceState:
         scratch_poison: int64 ``[groups, max_tokens]``: :class:`PoisonBit` of each written token of groups that take
             poison.
         scratch_batch: int64 ``[max_batch_rows, BATCH_WORDS]``.
-        suspects: int64 ``[SUSPECT_ROWS]``: ``slot | space << 48 | part << 56``.
+        suspects: int64 ``[SUSPECT_ROWS]``: ``slot | space << SPACE_SHIFT | part << PART_SHIFT``.
         headers: pinned int64 ``[snapshots, header words]``; violations: pinned int64 ``[ring_capacity,
             VIOLATION_WORDS]``; outbox: pinned int64 ``[OUTBOX_ROWS, OUTBOX_WORDS]``.
         acked: pinned int64 ``[groups * NUM_KINDS + 1]``: how many of each kind and group the host has seen; the last

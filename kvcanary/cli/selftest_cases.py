@@ -127,7 +127,6 @@ class Case:
             (
                 FactOp.QUEUE,
                 FactOp.RESTAMP,
-                FactOp.UNSEAL,
                 FactOp.COPY,
                 FactOp.OWN,
                 FactOp.WIPE,

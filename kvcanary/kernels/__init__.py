@@ -33,7 +33,7 @@ class FactOp(IntEnum):
     OWN = 2
     """pages get owner (tag, HELD, now); records stay (a page handed on with its contents)"""
     ADMIT = 3
-    """row starts: tag, seed (``digest2``); ``position`` and ``digest`` are its armed base if ``armed``, else it
+    """row starts: tag, ``seed``; ``position`` and ``digest`` are its armed base if ``armed``, else it
     has none yet"""
     ANCHOR = 4
     """the base of an unarmed row arrived: compare with what it assumed at ``position``, report or arm; if the row has
@@ -53,9 +53,7 @@ class FactOp(IntEnum):
     """fingerprints of all linked slots of ``pages`` are taken anew from the bytes"""
     QUEUE = 11
     """slots of ``pages`` go to the front of the scrub"""
-    UNSEAL = 12
-    """seals of pages are cleared, links stay (weights changed in place, bytes edited)"""
-    POISON = 13
+    POISON = 12
     """pages were just handed out and hold nothing: their bytes are filled with poison"""
 
 
@@ -74,7 +72,7 @@ class DeviceFact:
     tag: int = 0
     position: int = 0
     digest: int = 0
-    digest2: int = 0
+    seed: int = 0
     armed: bool = False
     judged: bool = False
     records: torch.Tensor | None = field(default=None, repr=False)

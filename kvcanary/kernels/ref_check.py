@@ -14,10 +14,8 @@ from kvcanary.kernels.ref_tables import OUTSIDE, Places, SlotMap
 from kvcanary.kernels.ref_words import divide, mix, positions_of, states_of
 from kvcanary.layout import AttentionGroup
 from kvcanary.record import FLAG_SHIFT, OWNER_FREED, OWNER_HELD, Kind
-from kvcanary.state import OWNER_TRASH, Check, Reason, Word
+from kvcanary.state import MIN_ENTRIES_PER_ROW, OWNER_TRASH, Check, Reason, Word
 from kvcanary.state import ViolationWord as V
-
-MIN_ENTRIES_PER_ROW = 64
 
 
 class Entries(NamedTuple):

@@ -13,7 +13,6 @@ from kvcanary.kernels.ref_words import divide, mix, positions_of, writer_words
 from kvcanary.record import Kind, signed
 from kvcanary.state import (
     HISTORY,
-    SCRATCH_ROWS,
     BatchWord,
     Check,
     DeviceState,
@@ -67,7 +66,7 @@ def _all_there(records: GroupState, slot: torch.Tensor, links: torch.Tensor) -> 
 def commit(launch: Launch) -> None:
     """Advance the histories of the rows in the scratch by the tokens that the model received."""
     state = launch.state
-    count, num_rows = launch[Word.SCRATCH_TOKENS], launch[SCRATCH_ROWS]
+    count, num_rows = launch[Word.SCRATCH_TOKENS], launch[Word.SCRATCH_ROWS]
     words, digests = state.scratch_links[:count].unbind(1)
     token_row = state.scratch_rows[:count]
     mixes = mix(state.keys, words)

@@ -22,6 +22,7 @@ from kvcanary.state import (
     OUTBOX_ROWS,
     OWNER_TRASH,
     GroupState,
+    OutboxWord,
     RowFlag,
     RowWord,
     Word,
@@ -68,7 +69,6 @@ class Application:
             FactOp.WIPE: self._wipe,
             FactOp.RESTAMP: self._restamp,
             FactOp.QUEUE: self._queue,
-            FactOp.UNSEAL: self._unseal,
             FactOp.POISON: self._poison,
         }
         operations[self.fact.op]()
@@ -114,9 +114,6 @@ class Application:
 
     def _wipe(self) -> None:
         _wipe(self.records, self._slots(self._pages()))
-
-    def _unseal(self) -> None:
-        self.records.seals[:, self._slots(self._pages())] = 0
 
     def _poison(self) -> None:
         ref_poison.fill(self.launch, self.space, self._slots(self._pages()))
@@ -194,11 +191,11 @@ class Application:
         fact, row = self.fact, self._row()
         row.zero_()
         row[RowWord.TAG] = fact.tag
-        row[RowWord.SEED] = fact.digest2
+        row[RowWord.SEED] = fact.seed
         row[RowWord.HIGH] = -1
         row[RowWord.ANCHOR_POSITION] = NOTHING
-        if fact.position == 0 and fact.digest2:
-            self._set_base(row, fact.digest2)
+        if fact.position == 0 and fact.seed:
+            self._set_base(row, fact.seed)
         elif fact.armed:
             self._set_base(row, fact.digest)
 
@@ -255,8 +252,8 @@ class Application:
                 row[RowWord.HIGH] = -1
         out = self.state.outbox[number % OUTBOX_ROWS]
         # The sequence word last: a reader on another thread must not take half a row for a whole one.
-        out[1:] = torch.tensor([fact.tag, fact.position, int(held), digest, launch.forward])
-        out[0] = number + 1
+        out[OutboxWord.TAG :] = torch.tensor([fact.tag, fact.position, int(held), digest, launch.forward])
+        out[OutboxWord.SEQUENCE] = number + 1
 
     # --- what a fact names ----------------------------------------------------------------------------------
 

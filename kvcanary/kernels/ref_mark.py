@@ -18,7 +18,6 @@ from kvcanary.record import OWNER_FREED, OWNER_HELD, OWNER_UNKNOWN, TAG_BITS, TA
 from kvcanary.state import (
     OWNER_NULL,
     OWNER_TRASH,
-    SCRATCH_ROWS,
     Check,
     DigestSource,
     Reason,
@@ -83,7 +82,7 @@ def _open(launch: Launch, rows: BatchRows, tokens: Tokens) -> None:
         state.scratch_links[tokens.token] = links
     state.scratch_batch[: batch.num_rows] = _batch_words(rows, digest, source)
     launch[Word.SCRATCH_TOKENS] = count
-    launch[SCRATCH_ROWS] = batch.num_rows
+    launch[Word.SCRATCH_ROWS] = batch.num_rows
     launch[Word.NEW_TOKENS] += len(tokens)
     group = next((g for g, item in enumerate(batch.groups) if item is not None), 0)
     if batch.linked:

@@ -15,9 +15,12 @@ from kvcanary.kernels.ref_words import divide, flag_bits, sealed, states_of
 from kvcanary.record import Kind, SealFlag
 from kvcanary.state import (
     OWNER_NULL,
+    PART_SHIFT,
+    QUEUE_PER_LAUNCH,
     SCRUB_CURSOR,
     SCRUB_PASS_FORWARD,
     SCRUB_PASSES,
+    SPACE_SHIFT,
     SUSPECT_ROWS,
     Check,
     Reason,
@@ -26,9 +29,6 @@ from kvcanary.state import (
 )
 from kvcanary.state import ViolationWord as V
 
-QUEUE_PER_LAUNCH = 1024
-SPACE_SHIFT = 48
-PART_SHIFT = 56
 _SLOT_MASK = (1 << SPACE_SHIFT) - 1
 _SUSPECT = flag_bits(SealFlag.SUSPECT)
 _SKIPPED = _SUSPECT | flag_bits(SealFlag.CONTENT)

@@ -38,7 +38,16 @@ class ReferenceKernels:
         self._readers: WeakKeyDictionary[DeviceState, dict[tuple[int, int], PartReader]] = WeakKeyDictionary()
 
     def prepare(self, state: DeviceState) -> None:
-        """There is nothing to compile."""
+        """Make the views on all bytes of ``state``, so that a forward meets none that cannot be read.
+
+        Raises:
+            LayoutError: a run cuts a floating value.
+        """
+        reader, layout = self._reader_of(state), state.layout
+        with torch.inference_mode():
+            for space in set(layout.spaces):
+                for part in range(len(layout.groups[space].parts)):
+                    reader(space, part)
 
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""

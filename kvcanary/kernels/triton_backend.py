@@ -10,13 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary.errors import LayoutError
-from kvcanary.kernels.descriptors import MAX_REGIONS, RegionWord, batch_addresses, is_plain
+from kvcanary.kernels.batch_descriptors import batch_addresses
+from kvcanary.kernels.descriptors import is_plain
 from kvcanary.kernels.triton_launch import Kernel
-from kvcanary.kernels.triton_regions import NO_PROGRAM, Launch, Plan, Planner, list_region
+from kvcanary.kernels.triton_regions import Launch, Plan, Planner
 from kvcanary.kernels.triton_requests import FactEncoder
-from kvcanary.kernels.triton_rows import MIN_ENTRIES_PER_ROW
+from kvcanary.kernels.triton_tuning import INTERPRETED, Tuning
 from kvcanary.kernels.triton_variants import POISON_TILE, Variants
-from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning, Workspace
+from kvcanary.kernels.triton_workspace import Workspace
+from kvcanary.state import MIN_ENTRIES_PER_ROW
 
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
@@ -41,7 +43,7 @@ class TritonKernels:
         self._bound: WeakKeyDictionary[DeviceState, _Bound] = WeakKeyDictionary()
 
     def prepare(self, state: DeviceState) -> None:
-        """Make what belongs to ``state`` and compile its kernels, so that nothing of that happens while serving.
+        """Make what belongs to ``state`` and compile all that any call for it may launch: nothing does while serving.
 
         Raises:
             ConfigError: a stream is being captured, or the layout has more groups or larger indices than fit.
@@ -49,9 +51,9 @@ class TritonKernels:
         for kernel in self.variants(state):
             kernel.compile()
 
-    def variants(self, state: DeviceState, *, rare: bool = False) -> list[Kernel]:
-        """The kernels that serve ``state``; with ``rare`` also those that compile when they are first needed."""
-        return self._of(state).kernels.variants(rare=rare)
+    def variants(self, state: DeviceState) -> list[Kernel]:
+        """Every compiled form that serving ``state`` may need."""
+        return self._of(state).kernels.all()
 
     def facts(self, state: DeviceState, facts: Sequence[DeviceFact]) -> None:
         """Apply ``facts`` in order."""
@@ -379,12 +381,7 @@ class _Bound:
         found = torch.zeros(slots.shape[0], dtype=torch.int64, device=workspace.device)
         if not slots.shape[0]:
             return found
-        region = list_region(workspace, space, part, slots, found)
-        large = slots.shape[0] >= self._tuning.large_items
-        each, sub, *_ = self._tuning.large if large else self._tuning.small
-        region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
-        region[RegionWord.PROGRAMS] = -(-slots.shape[0] // each) * region[RegionWord.SPLITS]
-        address = workspace.regions.find((tuple(region),), keep=workspace.capturing())
-        launch = Launch(address, 1, region[RegionWord.PROGRAMS], (NO_PROGRAM,) * (MAX_REGIONS - 1))
-        self._launch_sums(launch, large=large, nonfinite=False, always=True)
+        plan = self._planner.of_slots(space, part, slots, found)
+        for launch in plan.launches:
+            self._launch_sums(launch, large=plan.large, nonfinite=False, always=True)
         return found

@@ -31,6 +31,8 @@ from kvcanary.kernels.triton_constants import (
     GROUP_WORDS,
     KIND_OF_SUSPECTS,
     KIND_OF_TOKENS,
+    MASK32,
+    PART_SHIFT,
     REGION_FLAGS,
     REGION_ITEMS,
     REGION_KIND,
@@ -44,6 +46,8 @@ from kvcanary.kernels.triton_constants import (
     REGION_SUMS,
     REGION_WRITERS,
     SCRUB_CURSOR_AT,
+    SLOT_MASK,
+    SPACE_SHIFT,
     STATE_ROW,
     STATE_SUSPECTS,
     SUSPECT_ROWS,
@@ -54,7 +58,8 @@ from kvcanary.kernels.triton_constants import (
 )
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_words import NONE, divide, words_at
-from kvcanary.record import MASK32, WORD_MULTIPLIERS, WORD_STEP
+from kvcanary.record import WORD_MULTIPLIERS, WORD_STEP
+from kvcanary.state import QUEUE_PER_LAUNCH
 
 _DIRECTORY = tl.constexpr(int(StateWord.PARTS))
 _MAX_PARTS = tl.constexpr(int(StateWord.MAX_PARTS))
@@ -89,21 +94,14 @@ _KEY = tl.constexpr(int(ChunkWord.KEY))
 _EXPONENT = tl.constexpr(int(ChunkWord.EXPONENT))
 _ACCESS = tl.constexpr(int(ChunkWord.ACCESS))
 
-_ONES = tl.constexpr(MASK32)
 _STEP = tl.constexpr(WORD_STEP)
 _MULTIPLIER_0 = tl.constexpr(WORD_MULTIPLIERS[0])
 _MULTIPLIER_1 = tl.constexpr(WORD_MULTIPLIERS[1])
 
-QUEUE_PER_LAUNCH = 1024
-SPACE_SHIFT = 48
-PART_SHIFT = 56
 COPIED_CURSORS = 2 + QUEUE_PER_LAUNCH
 """Where a launch's copy of the scrub's cursors begins, behind the bounds and entries of the queue."""
 _QUEUE_PER_LAUNCH = tl.constexpr(QUEUE_PER_LAUNCH)
 _COPIED_CURSORS = tl.constexpr(COPIED_CURSORS)
-_SLOT_MASK = tl.constexpr((1 << SPACE_SHIFT) - 1)
-_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
-_PART_SHIFT = tl.constexpr(PART_SHIFT)
 
 
 @triton.jit
@@ -186,8 +184,8 @@ def _look(exponent, data, bad):
     """Set a bit of ``bad`` where a value's exponent bits are all set: it then has no carry into its top bit."""
     mask = exponent.to(tl.uint32)
     top = (exponent >> 32).to(tl.uint32)
-    spare = (mask & (data ^ _ONES)) + (top ^ _ONES)
-    return bad | (top & (spare ^ _ONES))
+    spare = (mask & (data ^ MASK32)) + (top ^ MASK32)
+    return bad | (top & (spare ^ MASK32))
 
 
 @triton.jit
@@ -289,8 +287,8 @@ def sum_kernel(
             entry = tl.load(words_at(tl.load(meta + STATE_SUSPECTS)) + place)
             if split == 0:
                 tl.store(copy + 2 + tile, entry)
-            here = (entry >> _SPACE_SHIFT) & 0xFF
-            part = (entry >> _PART_SHIFT) & 0xFF
+            here = (entry >> SPACE_SHIFT) & 0xFF
+            part = (entry >> PART_SHIFT) & 0xFF
             row = words_at(tl.load(meta + _DIRECTORY)) + (here * tl.load(meta + _MAX_PARTS) + part) * _PART_ROW
             chunks = words_at(tl.load(row + _PART_CHUNKS))
             bundles = tl.load(row + _PART_BUNDLES).to(tl.int32)
@@ -301,7 +299,7 @@ def sum_kernel(
             page_size = tl.load(group + GROUP_PAGE_SIZE)
             page_shift = tl.load(group + GROUP_PAGE_SHIFT)
             seals = words_at(tl.load(group + GROUP_SEALS)) + part * num_slots * 2
-            slot += entry & _SLOT_MASK
+            slot += entry & SLOT_MASK
         bundle = split * SUB
         last = tl.minimum(bundle + SUB, bundles)
         chunk = chunks + bundle * _BUNDLE * _CHUNK_ROW

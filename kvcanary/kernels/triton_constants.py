@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from kvcanary import record, state
-from kvcanary.kernels import descriptors
-from kvcanary.kernels.descriptors import FactWord, GroupWord, ItemFlag, ItemWord, RegionKind, RegionWord, StateWord
+from kvcanary.kernels import batch_descriptors, descriptors
+from kvcanary.kernels.batch_descriptors import ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import FactWord, GroupWord, RegionKind, RegionWord, StateWord
 from kvcanary.record import Kind
 from kvcanary.state import BatchWord, Check, DigestSource, Reason, Role, RowFlag, RowWord, Word
 
@@ -17,17 +18,24 @@ from kvcanary.state import BatchWord, Check, DigestSource, Reason, Role, RowFlag
 BATCH_WORDS = tl.constexpr(state.BATCH_WORDS)
 GROUP_WORDS = tl.constexpr(state.GROUP_WORDS)
 HISTORY = tl.constexpr(state.HISTORY)
-ITEM_ROW = tl.constexpr(descriptors.ITEM_ROW)
+ITEM_ROW = tl.constexpr(batch_descriptors.ITEM_ROW)
 REGION_ROW = tl.constexpr(descriptors.REGION_ROW)
 ROW_WORDS = tl.constexpr(state.ROW_WORDS)
-SCRATCH_ROWS = tl.constexpr(state.SCRATCH_ROWS)
 SCRUB_CURSOR_AT = tl.constexpr(state.GLOBAL_WORDS + state.SCRUB_CURSOR)
 STATE_ROW = tl.constexpr(descriptors.ROW)
 SUSPECT_ROWS = tl.constexpr(state.SUSPECT_ROWS)
 
+# Fields of words.
+MASK32 = tl.constexpr(record.MASK32)
+PART_SHIFT = tl.constexpr(state.PART_SHIFT)
+SLOT_MASK = tl.constexpr((1 << state.SPACE_SHIFT) - 1)
+SPACE_SHIFT = tl.constexpr(state.SPACE_SHIFT)
+TAG_SHIFT = tl.constexpr(record.TAG_SHIFT)
+
 # Counters that belong to no group, in a state's counters and in a header.
 WORD_ARMED = tl.constexpr(int(Word.ARMED))
 WORD_FORWARD = tl.constexpr(int(Word.FORWARD))
+WORD_SCRATCH_ROWS = tl.constexpr(int(Word.SCRATCH_ROWS))
 WORD_SCRATCH_TOKENS = tl.constexpr(int(Word.SCRATCH_TOKENS))
 WORD_SEQUENCE = tl.constexpr(int(Word.SEQUENCE))
 WORD_SUSPECTS = tl.constexpr(int(Word.SUSPECTS))
@@ -108,5 +116,6 @@ CHECK_LINKS = tl.constexpr(int(Check.LINKS))
 CHECK_ROW_ENDS = tl.constexpr(int(Check.ROW_ENDS))
 REASON_UNARMED_ROW = tl.constexpr(int(Reason.UNARMED_ROW))
 ROLE_CHECK = tl.constexpr(int(Role.CHECK))
+ROLE_FACTS = tl.constexpr(int(Role.FACTS))
 ROLE_MARK = tl.constexpr(int(Role.MARK))
 ROLE_SEAL = tl.constexpr(int(Role.SEAL))

@@ -18,6 +18,7 @@ from kvcanary.kernels.triton_constants import (
     FACT_TAG,
     HISTORY,
     KIND_REQUEST_DIGEST,
+    ROLE_FACTS,
     ROW_ANCHOR_DIGEST,
     ROW_ANCHOR_POSITION,
     ROW_FLAG_ARMED,
@@ -33,26 +34,31 @@ from kvcanary.kernels.triton_constants import (
 )
 from kvcanary.kernels.triton_launch import entry
 from kvcanary.kernels.triton_pages import apply_to_pages
-from kvcanary.kernels.triton_words import NONE, report, row_flag, words_at
-from kvcanary.state import OUTBOX_ROWS, OUTBOX_WORDS, Role, Word
+from kvcanary.kernels.triton_words import NONE, holds, report, row_flag, words_at
+from kvcanary.state import OUTBOX_ROWS, OUTBOX_WORDS, OutboxWord, Role, Word
 
 _FACT_ROW = tl.constexpr(FACT_ROW)
 _OUTBOX = tl.constexpr(int(Word.OUTBOX))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.FACTS))
-_ROLE = tl.constexpr(int(Role.FACTS))
 _OUTBOX_AT = tl.constexpr(int(StateWord.OUTBOX))
 _GROUP = tl.constexpr(int(FactWord.GROUP))
 _SPACE = tl.constexpr(int(FactWord.SPACE))
 _ROW = tl.constexpr(int(FactWord.ROW))
 _POSITION = tl.constexpr(int(FactWord.POSITION))
 _DIGEST = tl.constexpr(int(FactWord.DIGEST))
-_DIGEST2 = tl.constexpr(int(FactWord.DIGEST2))
+_SEED = tl.constexpr(int(FactWord.SEED))
 _ARMED = tl.constexpr(int(FactWord.ARMED))
 _ADMIT = tl.constexpr(int(FactOp.ADMIT))
 _ANCHOR = tl.constexpr(int(FactOp.ANCHOR))
 _FINISH = tl.constexpr(int(FactOp.FINISH))
 _OUTBOX_ROWS = tl.constexpr(OUTBOX_ROWS)
 _OUTBOX_WORDS = tl.constexpr(OUTBOX_WORDS)
+_OUT_SEQUENCE = tl.constexpr(int(OutboxWord.SEQUENCE))
+_OUT_TAG = tl.constexpr(int(OutboxWord.TAG))
+_OUT_LENGTH = tl.constexpr(int(OutboxWord.LENGTH))
+_OUT_HELD = tl.constexpr(int(OutboxWord.HELD))
+_OUT_DIGEST = tl.constexpr(int(OutboxWord.DIGEST))
+_OUT_FORWARD = tl.constexpr(int(OutboxWord.FORWARD))
 
 
 @triton.jit
@@ -72,10 +78,10 @@ def _admit(rows, history, fact):
     column = tl.arange(0, ROW_WORDS).to(tl.int64)
     start = tl.where((column == ROW_HIGH) | (column == ROW_ANCHOR_POSITION), NONE, 0).to(tl.int64)
     start = tl.where(column == ROW_TAG, tl.load(fact + FACT_TAG), start)
-    tl.store(row + column, tl.where(column == ROW_SEED, tl.load(fact + _DIGEST2), start))
+    tl.store(row + column, tl.where(column == ROW_SEED, tl.load(fact + _SEED), start))
     tl.debug_barrier()
     position = tl.load(fact + _POSITION)
-    seed = tl.load(fact + _DIGEST2)
+    seed = tl.load(fact + _SEED)
     if (position == 0) & (seed != 0):
         _set_base(row, history, number, position, seed)
     elif tl.load(fact + _ARMED) != 0:
@@ -102,7 +108,7 @@ def _anchor(counters, rows, history, meta, fact):
             else:
                 kind = position * 0 + KIND_REQUEST_DIGEST
                 report(
-                    counters, rows, meta, kind > 0, kind, _ROLE, tl.load(fact + _GROUP),
+                    counters, rows, meta, kind > 0, kind, ROLE_FACTS, tl.load(fact + _GROUP),
                     row_flag(rows, number, kind * 0), (kind * 0 + 1) << kind, number, NONE, NONE, position, NONE,
                     NONE, NONE, digest, assumed, 0, 0, 0, 0, NONE, kind > 0,
                 )  # fmt: skip
@@ -117,21 +123,21 @@ def _finish(counters, rows, history, meta, fact, forward):
     row = rows + tl.maximum(number, 0) * ROW_WORDS
     mine = (number >= 0) & (tl.load(row + ROW_TAG) == tag)
     high = tl.load(row + ROW_HIGH)
-    held = mine & (high >= 0) & (tl.load(row + ROW_LOW) <= position) & (position <= high)
+    held = mine & holds(tl.load(row + ROW_LOW), high, position)
     digest = tl.load(history + tl.maximum(number, 0) * HISTORY + (position & (HISTORY - 1)), mask=held, other=0)
     tl.debug_barrier()
     tl.store(row + ROW_TAG, tag * 0, mask=mine)
     tl.store(row + ROW_HIGH, tag * 0 + NONE, mask=mine)
     count = tl.load(counters + _OUTBOX)
     out = words_at(tl.load(meta + _OUTBOX_AT)) + (count % _OUTBOX_ROWS) * _OUTBOX_WORDS
-    tl.store(out + 1, tag)
-    tl.store(out + 2, position)
-    tl.store(out + 3, held.to(tl.int64))
-    tl.store(out + 4, digest)
-    tl.store(out + 5, forward)
+    tl.store(out + _OUT_TAG, tag)
+    tl.store(out + _OUT_LENGTH, position)
+    tl.store(out + _OUT_HELD, held.to(tl.int64))
+    tl.store(out + _OUT_DIGEST, digest)
+    tl.store(out + _OUT_FORWARD, forward)
     # The sequence word last, behind a fence: a reader on another thread must not take half a row for a whole one.
     tl.atomic_add(counters + WORD_SEQUENCE, 0, sem="acq_rel", scope="sys")
-    tl.store(out, count + 1)
+    tl.store(out + _OUT_SEQUENCE, count + 1)
     tl.debug_barrier()
     tl.store(counters + _OUTBOX, count + 1)
 

@@ -9,12 +9,11 @@ import triton.language as tl
 
 from kvcanary.kernels.triton_constants import HISTORY, ROLE_MARK, ROW_HIGH, ROW_LOW, ROW_WORDS
 from kvcanary.kernels.triton_rows import EXPECTED, IDS, LAST, POSITIONS, SALTS
-from kvcanary.kernels.triton_tables import (
-    is_wide,
-)
+from kvcanary.kernels.triton_tables import is_wide
 from kvcanary.kernels.triton_words import (
     NONE,
     flag,
+    holds,
     index_at,
     link_of,
     lowest_fault,
@@ -71,7 +70,7 @@ def judge_inputs(
     wanted = index_at(expected, t, is_wide(wide, EXPECTED), inside & flag(expected != 0))
     faults |= tl.where(inside & flag(expected != 0) & (wanted >= 0) & (wanted != token), _TOKEN, 0)
     last = index_at(last_ids, b, is_wide(wide, LAST), last_ids != 0)
-    held = (high >= 0) & (low <= context) & (context <= high)
+    held = holds(low, high, context)
     checked = (last_ids != 0) & (last >= 0) & (context >= 1) & (low <= context - 1) & held
     last_code = token_code(last, context - 1, last * 0)
     past = history + row * HISTORY

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.batch_descriptors import ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import GroupWord
 from kvcanary.kernels.triton_clock import is_timed, stamp_entry, start_clock
 from kvcanary.kernels.triton_constants import (
     BATCH_CONTEXT,
@@ -27,6 +28,7 @@ from kvcanary.kernels.triton_constants import (
     GROUP_PARTS,
     GROUP_RING,
     GROUP_SEALS,
+    HISTORY,
     ITEM_FLAG_TABLE,
     ITEM_FLAGS,
     ITEM_ROW,
@@ -42,14 +44,15 @@ from kvcanary.kernels.triton_constants import (
     ROW_SEED,
     ROW_TAG,
     ROW_WORDS,
-    SCRATCH_ROWS,
     SOURCE_HISTORY,
     SOURCE_SEED,
     SOURCE_SLOTS,
     SOURCE_UNKNOWN,
     STATE_ROW,
+    TAG_SHIFT,
     WORD_ARMED,
     WORD_FORWARD,
+    WORD_SCRATCH_ROWS,
     WORD_SCRATCH_TOKENS,
 )
 from kvcanary.kernels.triton_inputs import judge_inputs, token_words
@@ -74,6 +77,7 @@ from kvcanary.kernels.triton_words import (
     count_unverified,
     count_verified,
     flag,
+    holds,
     index_at,
     lowest_fault,
     mix,
@@ -84,13 +88,11 @@ from kvcanary.kernels.triton_words import (
     tag_of,
     words_at,
 )
-from kvcanary.record import OWNER_UNKNOWN, TAG_SHIFT, Kind
-from kvcanary.state import HISTORY, BatchWord, Check, Reason, Role, Word
+from kvcanary.record import OWNER_UNKNOWN, Kind
+from kvcanary.state import BatchWord, Check, Reason, Role, Word
 
 _NEW_TOKENS = tl.constexpr(int(Word.NEW_TOKENS))
 _LAUNCHES = tl.constexpr(int(Word.LAUNCHES) + int(Role.MARK))
-_TAG_SHIFT = tl.constexpr(TAG_SHIFT)
-_HISTORY = tl.constexpr(HISTORY)
 _B_FIRST = tl.constexpr(int(BatchWord.FIRST_TOKEN))
 _FOLLOWS = tl.constexpr(int(GroupWord.FOLLOWS))
 _HAS_TRASH = tl.constexpr(int(GroupWord.HAS_TRASH))
@@ -114,7 +116,7 @@ _MISMATCH = tl.constexpr(8)
 def _open_row(rows, history, row, context):
     """What :func:`_row_digest` and the claims need to know of a row."""
     words = rows + row * ROW_WORDS
-    past = tl.load(history + row * _HISTORY + (context & (_HISTORY - 1)))
+    past = tl.load(history + row * HISTORY + (context & (HISTORY - 1)))
     return (
         tl.load(words + ROW_TAG),
         tl.load(words + ROW_SEED),
@@ -128,7 +130,7 @@ def _open_row(rows, history, row, context):
 def _row_digest(row, group, item, usable, b, context, mix_in, mix_out, POW2: tl.constexpr):
     """The digest at a live row's old length, and where it comes from."""
     _, seed, low, high, past = row
-    held = (high >= 0) & (low <= context) & (context <= high)
+    held = holds(low, high, context)
     digest = tl.where(held, past, 0)
     source = tl.where(held, SOURCE_HISTORY, SOURCE_UNKNOWN)
     seeded = (context == 0) & (seed != 0)
@@ -242,7 +244,7 @@ def _mark_slots(counters, rows, meta, g, opened, pool, claim, row, tag, p, t, in
         changed = (old_word != word) | (old_digest != digest)
         forward = tl.load(counters + WORD_FORWARD)
         place_poison(meta, poison_at, g, pool, forward, t, slot, written, owner, tag, changed, POW2)
-    tl.store(owners + page, owner | (tag << _TAG_SHIFT), mask=taken)
+    tl.store(owners + page, owner | (tag << TAG_SHIFT), mask=taken)
     link = links + tl.maximum(slot, 0) * 2
     tl.store(link, word, mask=written)
     tl.store(link + 1, digest, mask=written)
@@ -317,7 +319,7 @@ def mark_kernel(
     if FIRST:
         if shared & (b == 0) & (part == 0):
             tl.store(counters + WORD_SCRATCH_TOKENS, tokens)
-            tl.store(counters + SCRATCH_ROWS, batch_rows)
+            tl.store(counters + WORD_SCRATCH_ROWS, batch_rows)
     known_row = _open_row(rows, history, row, context)
     tag = known_row[0]
     scratch_slots = words_at(scratch_slots_at)

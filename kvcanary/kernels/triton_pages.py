@@ -7,9 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcanary import record
 from kvcanary.kernels import FactOp
 from kvcanary.kernels.descriptors import FactWord, GroupWord
-from kvcanary.kernels.triton_bytes import PART_SHIFT, SPACE_SHIFT
 from kvcanary.kernels.triton_constants import (
     FACT_OP,
     FACT_TAG,
@@ -20,15 +20,17 @@ from kvcanary.kernels.triton_constants import (
     GROUP_PAGE_SIZE,
     GROUP_PARTS,
     GROUP_SEALS,
+    MASK32,
+    OWNER_FREED,
+    OWNER_HELD,
     OWNER_TRASH,
+    ROLE_FACTS,
     STATE_ROW,
-    STATE_SUSPECTS,
-    SUSPECT_ROWS,
-    WORD_SUSPECTS,
+    WORD_ARMED,
 )
+from kvcanary.kernels.triton_scrub import enqueue, queue_entry
 from kvcanary.kernels.triton_words import NONE, index_at, is_sealed, report, state_of, words_at, writer_of
-from kvcanary.record import FLAG_SHIFT, MASK32, OWNER_FREED, OWNER_HELD, Kind
-from kvcanary.state import Role, Word
+from kvcanary.record import FLAG_SHIFT, Kind
 
 _COUNT = tl.constexpr(int(FactWord.COUNT))
 _PAGES = tl.constexpr(int(FactWord.PAGES))
@@ -37,12 +39,8 @@ _PAGES_KIND = tl.constexpr(int(FactWord.PAGES_KIND))
 _TARGETS_KIND = tl.constexpr(int(FactWord.TARGETS_KIND))
 _RECORDS = tl.constexpr(int(FactWord.RECORDS))
 _JUDGED = tl.constexpr(int(FactWord.JUDGED))
-_ARMED = tl.constexpr(int(Word.ARMED))
-_ROLE = tl.constexpr(int(Role.FACTS))
 _DOUBLE_FREE = tl.constexpr(int(Kind.DOUBLE_FREE))
 _DOUBLE_ALLOC = tl.constexpr(int(Kind.DOUBLE_ALLOC))
-_HELD = tl.constexpr(OWNER_HELD)
-_FREED = tl.constexpr(OWNER_FREED)
 _ALLOC = tl.constexpr(int(FactOp.ALLOC))
 _FREE = tl.constexpr(int(FactOp.FREE))
 _OWN = tl.constexpr(int(FactOp.OWN))
@@ -52,16 +50,12 @@ _IMPORT = tl.constexpr(int(FactOp.IMPORT))
 _WIPE = tl.constexpr(int(FactOp.WIPE))
 _RESTAMP = tl.constexpr(int(FactOp.RESTAMP))
 _QUEUE_OP = tl.constexpr(int(FactOp.QUEUE))
-_UNSEAL = tl.constexpr(int(FactOp.UNSEAL))
 _ARENA = tl.constexpr(int(GroupWord.ARENA))
 _ARENA_PAGES = tl.constexpr(int(GroupWord.ARENA_PAGES))
 _ARENA_GROUPS = tl.constexpr(int(GroupWord.ARENA_GROUPS))
-_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
-_PART_SHIFT = tl.constexpr(PART_SHIFT)
-_HELD_WORD = tl.constexpr(OWNER_HELD << FLAG_SHIFT)
-_FREED_WORD = tl.constexpr(OWNER_FREED << FLAG_SHIFT)
-_TAG_MASK = tl.constexpr(((1 << FLAG_SHIFT) - 1) & ~MASK32)
-_MASK32 = tl.constexpr(MASK32)
+_HELD_WORD = tl.constexpr(record.OWNER_HELD << FLAG_SHIFT)
+_FREED_WORD = tl.constexpr(record.OWNER_FREED << FLAG_SHIFT)
+_TAG_MASK = tl.constexpr(((1 << FLAG_SHIFT) - 1) & ~record.MASK32)
 
 HOST_LIST = 2
 """Kind of a list that lies among the facts: its address is an offset in words. Otherwise 1: int64, 0: int32."""
@@ -87,18 +81,30 @@ def _slots(fact, words, group, AT: tl.constexpr, KIND: tl.constexpr, i, inside):
 
 
 @triton.jit
-def _wipe(group, slot, mask, LINKS: tl.constexpr):
-    """Clear the seals of slots, and the links with ``LINKS``."""
+def _wipe(group, slot, mask):
+    """Clear the records of slots."""
     zero = slot * 0
-    if LINKS:
-        link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
-        tl.store(link, zero, mask=mask)
-        tl.store(link + 1, zero, mask=mask)
+    link = words_at(tl.load(group + GROUP_LINKS)) + slot * 2
+    tl.store(link, zero, mask=mask)
+    tl.store(link + 1, zero, mask=mask)
     seal = words_at(tl.load(group + GROUP_SEALS)) + slot * 2
     for _ in range(tl.load(group + GROUP_PARTS)):
         tl.store(seal, zero, mask=mask)
         tl.store(seal + 1, zero, mask=mask)
         seal += tl.load(group + GROUP_NUM_SLOTS) * 2
+
+
+@triton.jit
+def _as_of(word, forward):
+    """The tag of an owner or writer word, as of this forward."""
+    return (word & _TAG_MASK) | (forward & MASK32)
+
+
+@triton.jit
+def _new_owner(fact, freed, old, forward):
+    """What becomes of an owner word: the fact's tag holds the page, or with ``freed`` the old one has held it."""
+    held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
+    return tl.where(freed, _as_of(old, forward) | _FREED_WORD, held)
 
 
 @triton.jit
@@ -113,9 +119,7 @@ def _set_owners(fact, words, group, forward, lane, TILE: tl.constexpr):
         there = (i < count) & (page >= 0) & (page < tl.load(group + GROUP_NUM_PAGES))
         at = words_at(tl.load(group + GROUP_OWNER)) + tl.where(there, page, 0)
         old = tl.load(at, mask=there, other=0)
-        held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
-        freed = (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD
-        tl.store(at, tl.where(op == _FREE, freed, held), mask=there & (state_of(old) < OWNER_TRASH))
+        tl.store(at, _new_owner(fact, op == _FREE, old, forward), mask=there & (state_of(old) < OWNER_TRASH))
         start += TILE
 
 
@@ -133,14 +137,14 @@ def _judge_owners(counters, rows, meta, fact, words, space, group, forward, lane
         at = words_at(tl.load(group + GROUP_OWNER)) + tl.where(there, page, 0)
         old = tl.load(at, mask=there, other=0)
         there = there & (state_of(old) < OWNER_TRASH)
-        held = writer_of(forward, tl.load(fact + FACT_TAG)) | _HELD_WORD
-        new = tl.where(freed, (old & _TAG_MASK) | (forward & _MASK32) | _FREED_WORD, held)
+        new = _new_owner(fact, freed, old, forward)
         # An exchange, so that of two lanes with one page the second finds what the first put there.
         old = tl.atomic_xchg(at, new, mask=there, sem="relaxed")
         slot = page * tl.load(group + GROUP_PAGE_SIZE)
         seal = words_at(tl.load(group + GROUP_SEALS)) + tl.where(there, slot, 0) * 2
+        again = there & (state_of(old) == tl.where(freed, OWNER_FREED, OWNER_HELD))
         report(
-            counters, rows, meta, there & (state_of(old) == tl.where(freed, _FREED, _HELD)), kind + i * 0, _ROLE, space,
+            counters, rows, meta, again, kind + i * 0, ROLE_FACTS, space,
             counters.to(tl.int64) + i * 0, i * 0, NONE, slot, page, NONE, NONE, NONE, NONE, 0, 0, 0, 0,
             tl.load(seal + 1, mask=there, other=0), old, NONE, i < 0,
         )  # fmt: skip
@@ -168,7 +172,7 @@ def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
                 j = space * 0
                 while j < size:
                     slot = area * size + j
-                    _wipe(its, slot, changed & (slot < tl.load(its + GROUP_NUM_SLOTS)), True)
+                    _wipe(its, slot, changed & (slot < tl.load(its + GROUP_NUM_SLOTS)))
                     j += 1
             other += 1
         tl.store(holder + area, area * 0 + space + 1, mask=changed)
@@ -176,17 +180,10 @@ def _take_arena(fact, words, meta, space, group, lane, TILE: tl.constexpr):
 
 
 @triton.jit
-def _enqueue(counters, meta, space, part, slot, mask):
-    number = tl.atomic_add(counters + WORD_SUSPECTS + slot * 0, slot * 0 + 1, mask=mask, sem="relaxed")
-    word = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
-    tl.store(words_at(tl.load(meta + STATE_SUSPECTS)) + number % SUSPECT_ROWS, word, mask=mask)
-
-
-@triton.jit
 def _present(fingerprint, writer, forward):
     """A seal that moved: written in this forward, with nothing of what was queued for its old place."""
     sealed = is_sealed(writer)
-    return tl.where(sealed, fingerprint, 0), tl.where(sealed, (writer & _TAG_MASK) | (forward & _MASK32), 0)
+    return tl.where(sealed, fingerprint, 0), tl.where(sealed, _as_of(writer, forward), 0)
 
 
 @triton.jit
@@ -233,7 +230,7 @@ def _restamp(fact, group, slot, there, i, total, forward):
     for _ in range(tl.load(group + GROUP_PARTS)):
         writer = tl.load(seal + 1, mask=linked, other=0)
         tl.store(seal, tl.load(sums, mask=linked, other=0), mask=linked)
-        tl.store(seal + 1, (writer & _TAG_MASK) | (forward & _MASK32), mask=linked)
+        tl.store(seal + 1, _as_of(writer, forward), mask=linked)
         sums += total
         seal += tl.load(group + GROUP_NUM_SLOTS) * 2
 
@@ -244,7 +241,7 @@ def apply_to_pages(counters, rows, meta, fact, words, space, group, forward, lan
     op = tl.load(fact + FACT_OP)
     if (op == _ALLOC) | (op == _FREE) | (op == _OWN) | (op == _IMPORT):
         told = (op == _ALLOC) | (op == _FREE)
-        if told & (tl.load(fact + _JUDGED) != 0) & (tl.load(counters + _ARMED) != 0):
+        if told & (tl.load(fact + _JUDGED) != 0) & (tl.load(counters + WORD_ARMED) != 0):
             _judge_owners(counters, rows, meta, fact, words, space, group, forward, lane, TILE)
         else:
             _set_owners(fact, words, group, forward, lane, TILE)
@@ -255,9 +252,7 @@ def apply_to_pages(counters, rows, meta, fact, words, space, group, forward, lan
             i = start + lane
             slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
             if (op == _ALLOC) | (op == _WIPE):
-                _wipe(group, slot, there, True)
-            if op == _UNSEAL:
-                _wipe(group, slot, there, False)
+                _wipe(group, slot, there)
             if (op == _COPY) | (op == _EXPORT):
                 _save_records(fact, group, slot, there, i)
             if op == _IMPORT:
@@ -283,7 +278,7 @@ def apply_to_pages(counters, rows, meta, fact, words, space, group, forward, lan
                 i = start + lane
                 slot, there = _slots(fact, words, group, _PAGES, _PAGES_KIND, i, i < total)
                 writer = tl.load(seals + (part * tl.load(group + GROUP_NUM_SLOTS) + slot) * 2 + 1, mask=there, other=0)
-                _enqueue(counters, meta, space, part, slot, there & is_sealed(writer))
+                enqueue(counters, meta, queue_entry(space, part, slot), there & is_sealed(writer))
                 start += TILE
             part += 1
     if op == _ALLOC:

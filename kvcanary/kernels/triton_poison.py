@@ -16,6 +16,7 @@ from kvcanary.kernels.triton_constants import (
     GROUP_LINKS,
     GROUP_NUM_SLOTS,
     GROUP_OWNER,
+    MASK32,
     OWNER_HELD,
     ROLE_SEAL,
     STATE_ROW,
@@ -41,7 +42,6 @@ from kvcanary.kernels.triton_words import (
 from kvcanary.record import (
     FLAG_SHIFT,
     GOLDEN,
-    MASK32,
     MASK64,
     POISON_BYTES,
     POISON_CLEAR,
@@ -67,7 +67,6 @@ _PAGE_STRIDE = tl.constexpr(int(SpotWord.PAGE_STRIDE))
 _TOKEN_STRIDE = tl.constexpr(int(SpotWord.TOKEN_STRIDE))
 _NUM_BYTES = tl.constexpr(int(SpotWord.NUM_BYTES))
 _BYTES = tl.constexpr(POISON_BYTES)
-_MASK32 = tl.constexpr(MASK32)
 _CLEAR = tl.constexpr(signed(POISON_CLEAR))
 _SET = tl.constexpr(POISON_SET)
 _STEP_1 = tl.constexpr(GOLDEN)
@@ -83,7 +82,7 @@ _FLAG = tl.constexpr(int(SealFlag.WRITE_MISSING) << FLAG_SHIFT)
 @triton.jit
 def _poison_words(key, forward, group):
     """What to put and where: (choice, low, high) as :func:`kvcanary.record.poison` defines them."""
-    where = ((forward & _MASK32) | (group << 32)).to(tl.uint64, bitcast=True)
+    where = ((forward & MASK32) | (group << 32)).to(tl.uint64, bitcast=True)
     base = key.to(tl.uint64, bitcast=True) ^ finalise(where)
     choice = finalise(base + _STEP_1).to(tl.int64, bitcast=True)
     low = finalise(base + _STEP_2).to(tl.int64, bitcast=True)
@@ -94,9 +93,9 @@ def _poison_words(key, forward, group):
 @triton.jit
 def _choose(row, choice):
     """The run that a forward chose: (its row, first byte, how many)."""
-    spot = words_at(tl.load(row + _SPOTS)) + ((choice & _MASK32) % tl.load(row + _COUNT)) * _SPOT_ROW
+    spot = words_at(tl.load(row + _SPOTS)) + ((choice & MASK32) % tl.load(row + _COUNT)) * _SPOT_ROW
     size = tl.load(spot + _NUM_BYTES)
-    block = ((choice >> 32) & _MASK32) % ((size + _BYTES - 1) // _BYTES)
+    block = ((choice >> 32) & MASK32) % ((size + _BYTES - 1) // _BYTES)
     start = tl.minimum(block * _BYTES, tl.maximum(size - _BYTES, 0))
     return spot, start, tl.minimum(size, _BYTES)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcanary.kernels.descriptors import MAX_REGIONS, REGION_ROW, RegionKind, RegionWord, fill_row
-from kvcanary.kernels.triton_bytes import QUEUE_PER_LAUNCH
+from kvcanary.kernels.triton_capture import Written
 from kvcanary.kernels.triton_workspace import Workspace
-from kvcanary.state import DeviceState
+from kvcanary.state import QUEUE_PER_LAUNCH, DeviceState
 
 NO_PROGRAM = (1 << 62) - 1
 """First program of a region that is not there."""
@@ -60,50 +60,61 @@ class Planner:
         self._slots = state.scratch_slots
         self._workspace = workspace
         self._plans: dict[tuple[str, int, int], Plan] = {}
-        self._recorded: set[tuple[str, int, int]] = set()
-        """plans whose rows graphs alone have written so far"""
+        self._written = Written[tuple[str, int, int]](workspace.device)
 
     def plan(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
         """The regions of a seal of ``part`` with up to ``tokens`` tokens and a scrub."""
         key = (part, round_up(tokens), scrub_bytes)
-        plan = self._plans.get(key)
-        if plan is None or key in self._recorded:
-            (self._recorded.add if self._workspace.capturing() else self._recorded.discard)(key)
-            plan = self._plans[key] = self._make(*key)
-        return plan
+        if self._written.is_due(key):
+            self._plans[key] = self._make(*key)
+        return self._plans[key]
+
+    def of_slots(self, space: int, part: int, slots: torch.Tensor, sums: torch.Tensor) -> Plan:
+        """A region of explicit ``slots`` (int64, at least one); ``sums`` must be zero."""
+        words = self._workspace.part_words(space, part) | {
+            RegionWord.KIND: RegionKind.LIST,
+            RegionWord.ITEMS: slots.shape[0],
+            RegionWord.SLOTS: slots.data_ptr(),
+            RegionWord.SUMS: sums.data_ptr(),
+        }
+        return self._place([fill_row(words, REGION_ROW)], keep=self._workspace.capturing())
 
     def _make(self, part: str, tokens: int, scrub_bytes: int) -> Plan:
         # Tokens last: the scrub passes over what has no seal before this launch.
         regions = [self._suspects(), *self._scrub_regions(scrub_bytes)] if scrub_bytes > 0 else []
         regions += self._token_regions(part, tokens)
-        large = sum(region[RegionWord.ITEMS] for region in regions) >= self._workspace.tuning.large_items
+        # Few sizes ever come up, so their rows stay.
+        return self._place(regions, keep=True)
+
+    def _place(self, regions: list[list[int]], *, keep: bool) -> Plan:
+        """Share the regions out among launches and programs, and put their rows on the device."""
+        items = [region[RegionWord.ITEMS] for region in regions]
+        large = sum(items) >= self._workspace.tuning.large_items
+        pieces = [regions[at : at + MAX_REGIONS] for at in range(0, len(regions), MAX_REGIONS)]
+        launches = [self._launch(piece, large=large) for piece in pieces]
+        address = self._workspace.regions.find(tuple(map(tuple, regions)), keep=keep)
+        step = MAX_REGIONS * REGION_ROW * 8
+        placed = (replace(launch, regions=address + i * step) for i, launch in enumerate(launches))
+        return Plan(tuple(placed), large, max(items, default=1))
+
+    def _launch(self, regions: list[list[int]], *, large: bool) -> Launch:
+        """Programs for each of the regions of one launch; their place is not known yet."""
         tuning = self._workspace.tuning
         each, sub, *_ = tuning.large if large else tuning.small
-        rows: list[tuple[int, ...]] = []
-        launches: list[Launch] = []
-        for at in range(0, len(regions), MAX_REGIONS):
-            taken = regions[at : at + MAX_REGIONS]
-            program, firsts = 0, []
-            for region in taken:
-                region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
-            units = [-(-region[RegionWord.ITEMS] // each) * region[RegionWord.SPLITS] for region in taken]
-            for region, count in zip(taken, units, strict=True):
-                programs = min(count, tuning.sum_programs * count // sum(units))
-                if region[RegionWord.KIND] == RegionKind.SUSPECTS:
-                    programs = tuning.suspect_programs
-                region[RegionWord.PROGRAMS] = max(1, programs)
-                region[RegionWord.FIRST_PROGRAM] = program
-                firsts.append(program)
-                program += region[RegionWord.PROGRAMS]
-                rows.append(tuple(region))
-            firsts += [NO_PROGRAM] * (MAX_REGIONS - len(firsts))
-            launches.append(Launch(0, len(taken), program, tuple(firsts[1:])))
-        # Few sizes ever come up, so their rows stay.
-        address = self._workspace.regions.find(tuple(rows), keep=True)
-        step = MAX_REGIONS * REGION_ROW * 8
-        tiles = max((region[RegionWord.ITEMS] for region in regions), default=1)
-        placed = (replace(launch, regions=address + i * step) for i, launch in enumerate(launches))
-        return Plan(tuple(placed), large, tiles)
+        for region in regions:
+            region[RegionWord.SPLITS] = -(-region[RegionWord.BUNDLES] // sub)
+        units = [-(-region[RegionWord.ITEMS] // each) * region[RegionWord.SPLITS] for region in regions]
+        program, firsts = 0, []
+        for region, count in zip(regions, units, strict=True):
+            programs = min(count, tuning.sum_programs * count // max(1, sum(units)))
+            if region[RegionWord.KIND] == RegionKind.SUSPECTS:
+                programs = tuning.suspect_programs
+            region[RegionWord.PROGRAMS] = max(1, programs)
+            region[RegionWord.FIRST_PROGRAM] = program
+            firsts.append(program)
+            program += region[RegionWord.PROGRAMS]
+        firsts += [NO_PROGRAM] * (MAX_REGIONS - len(firsts))
+        return Launch(0, len(regions), program, tuple(firsts[1:]))
 
     def _token_regions(self, part: str, tokens: int) -> list[list[int]]:
         layout, workspace = self._layout, self._workspace
@@ -155,14 +166,3 @@ class Planner:
             RegionWord.WRITERS: sums[-1].data_ptr(),
         }
         return fill_row(words, REGION_ROW)
-
-
-def list_region(workspace: Workspace, space: int, part: int, slots: torch.Tensor, sums: torch.Tensor) -> list[int]:
-    """A region of explicit ``slots``; ``sums`` must be zero."""
-    words = workspace.part_words(space, part) | {
-        RegionWord.KIND: RegionKind.LIST,
-        RegionWord.ITEMS: slots.shape[0],
-        RegionWord.SLOTS: slots.data_ptr(),
-        RegionWord.SUMS: sums.data_ptr(),
-    }
-    return fill_row(words, REGION_ROW)

@@ -72,7 +72,7 @@ class FactEncoder:
         space = self._layout.spaces[fact.group]
         group = self._layout.groups[space]
         # In the order of FactWord.
-        words = [fact.op, fact.group, space, fact.row, fact.tag, fact.position, fact.digest, fact.digest2]
+        words = [fact.op, fact.group, space, fact.row, fact.tag, fact.position, fact.digest, fact.seed]
         words += (int(fact.armed), 0, 0, 0, 0, 0, 0, int(fact.judged))
         if fact.op in _ROW_OPS or (fact.op is FactOp.FINISH and fact.row >= 0):
             self._check_row(fact, group)

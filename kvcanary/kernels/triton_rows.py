@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import GroupWord, ItemWord, StateWord
+from kvcanary.kernels.batch_descriptors import ItemWord
+from kvcanary.kernels.descriptors import GroupWord, StateWord
 from kvcanary.kernels.triton_constants import (
     GROUP_RING,
     HISTORY,
@@ -21,7 +22,8 @@ from kvcanary.kernels.triton_constants import (
     ROW_WORDS,
 )
 from kvcanary.kernels.triton_tables import is_wide
-from kvcanary.kernels.triton_words import flag, index_at, words_at
+from kvcanary.kernels.triton_words import flag, holds, index_at, words_at
+from kvcanary.state import MIN_ENTRIES_PER_ROW
 
 # Places in the tuple of a batch's addresses; their bits say which are int64.
 IDS = tl.constexpr(0)
@@ -34,7 +36,6 @@ EXPECTED = tl.constexpr(6)
 LAST = tl.constexpr(7)
 COUNT = tl.constexpr(8)
 
-MIN_ENTRIES_PER_ROW = 64
 _MIN_ENTRIES = tl.constexpr(MIN_ENTRIES_PER_ROW)
 _HEAD_ENTRIES = tl.constexpr(int(StateWord.HEAD_ENTRIES))
 _WINDOW = tl.constexpr(int(GroupWord.WINDOW))
@@ -59,7 +60,7 @@ def open_row(rows_at, history_at, row, context):
     """What a row knows of its old positions: (seed, whether the digest at their end is known, that digest, armed)."""
     words = words_at(rows_at) + row * ROW_WORDS
     high = tl.load(words + ROW_HIGH)
-    held = flag((high >= 0) & (tl.load(words + ROW_LOW) <= context) & (context <= high))
+    held = flag(holds(tl.load(words + ROW_LOW), high, context))
     digest = tl.load(words_at(history_at) + row * HISTORY + (context & (HISTORY - 1)))
     return tl.load(words + ROW_SEED), held, digest, flag((tl.load(words + ROW_FLAGS) & ROW_FLAG_ARMED) != 0)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import RegionWord
-from kvcanary.kernels.triton_bytes import COPIED_CURSORS, PART_SHIFT, SPACE_SHIFT, is_reserved_in
+from kvcanary.kernels.triton_bytes import COPIED_CURSORS, is_reserved_in
 from kvcanary.kernels.triton_constants import (
     GROUP_LINKS,
     GROUP_NUM_SLOTS,
@@ -17,6 +17,7 @@ from kvcanary.kernels.triton_constants import (
     GROUP_SEALS,
     GROUP_WORDS,
     OWNER_NULL,
+    PART_SHIFT,
     REGION_FLAGS,
     REGION_ITEMS,
     REGION_NUM_SLOTS,
@@ -29,6 +30,8 @@ from kvcanary.kernels.triton_constants import (
     REGION_WRITERS,
     ROLE_SEAL,
     SCRUB_CURSOR_AT,
+    SLOT_MASK,
+    SPACE_SHIFT,
     STATE_ROW,
     STATE_SUSPECTS,
     SUSPECT_ROWS,
@@ -61,9 +64,6 @@ _CONTENT = tl.constexpr(int(Kind.CONTENT))
 _NULL_DIRTY = tl.constexpr(int(Kind.NULL_DIRTY))
 _CONTENT_FLAG = tl.constexpr(int(SealFlag.CONTENT) << FLAG_SHIFT)
 _SUSPECT_FLAG = tl.constexpr(int(SealFlag.SUSPECT) << FLAG_SHIFT)
-_SPACE_SHIFT = tl.constexpr(SPACE_SHIFT)
-_PART_SHIFT = tl.constexpr(PART_SHIFT)
-_SLOT_MASK = tl.constexpr((1 << SPACE_SHIFT) - 1)
 
 
 @triton.jit
@@ -91,6 +91,12 @@ def count_lanes(mask):
 
 
 @triton.jit
+def queue_entry(space, part, slot):
+    """The word that stands for a slot's part in the queue."""
+    return slot | (space << SPACE_SHIFT) | (part << PART_SHIFT)
+
+
+@triton.jit
 def enqueue(counters, meta, word, mask):
     """Put entries at the end of the scrub's queue."""
     number = tl.atomic_add(counters + WORD_SUSPECTS + word * 0, word * 0 + 1, mask=mask, sem="relaxed")
@@ -104,9 +110,9 @@ def look_again(counters, rows, meta, region, item, copy, count, NONFINITE: tl.co
     sums, flags = words_at(tl.load(region + REGION_SUMS)), words_at(tl.load(region + REGION_FLAGS))
     found, flawed = read_sums(sums, flags, item, inside, NONFINITE)
     entry = tl.load(copy + 2 + item, mask=inside, other=0)
-    slot = entry & _SLOT_MASK
-    space = (entry >> _SPACE_SHIFT) & 0xFF
-    part = (entry >> _PART_SHIFT) & 0xFF
+    slot = entry & SLOT_MASK
+    space = (entry >> SPACE_SHIFT) & 0xFF
+    part = (entry >> PART_SHIFT) & 0xFF
     group = meta + (space + 1) * STATE_ROW
     seal = words_at(tl.load(group + GROUP_SEALS, mask=inside, other=0)) + slot * 2
     seal += part * tl.load(group + GROUP_NUM_SLOTS, mask=inside, other=0) * 2
@@ -168,7 +174,7 @@ def scrub_slots(counters, rows, meta, region, item, copy, NONFINITE: tl.constexp
     wrong = due & (found != wanted)
     old = tl.atomic_or(seal + 1, item * 0 + _SUSPECT_FLAG, mask=wrong, sem="relaxed")
     # An entry of the queue may name the same slot; then one of the two queues it.
-    entry = slot | (space << _SPACE_SHIFT) | (part << _PART_SHIFT)
+    entry = queue_entry(space, part, slot)
     enqueue(counters, meta, entry, wrong & ((old & _SUSPECT_FLAG) == 0))
     dirty = reserved & (state_of(owner) == OWNER_NULL) & ((zero & (found != 0)) | (~zero & (flawed != 0)))
     if tl.max(dirty.to(tl.int32), 0) > 0:

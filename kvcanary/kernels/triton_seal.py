@@ -22,6 +22,7 @@ from kvcanary.kernels.triton_constants import (
     BATCH_WORDS,
     GROUP_OWNER,
     GROUP_SEALS,
+    HISTORY,
     KIND_OF_SUSPECTS,
     KIND_OF_TOKENS,
     REGION_FLAGS,
@@ -41,7 +42,6 @@ from kvcanary.kernels.triton_constants import (
     ROW_LOW,
     ROW_TAG,
     ROW_WORDS,
-    SCRATCH_ROWS,
     SOURCE_HISTORY,
     SOURCE_SEED,
     SOURCE_SLOTS,
@@ -49,6 +49,7 @@ from kvcanary.kernels.triton_constants import (
     STATE_ROW,
     WORD_ARMED,
     WORD_FORWARD,
+    WORD_SCRATCH_ROWS,
     WORD_SCRATCH_TOKENS,
     WORD_SEQUENCE,
     WORD_SUSPECTS_DONE,
@@ -69,7 +70,7 @@ from kvcanary.kernels.triton_words import (
     writer_of,
 )
 from kvcanary.record import FLAG_SHIFT, Kind, SealFlag
-from kvcanary.state import HISTORY, Check, Role, Word
+from kvcanary.state import Check, Role, Word
 
 _DIGEST_SUM = tl.constexpr(int(Word.DIGEST_SUM))
 _ABANDONED = tl.constexpr(int(Word.ABANDONED))
@@ -81,7 +82,6 @@ _HEADER_WORDS = tl.constexpr(int(StateWord.HEADER_WORDS))
 _GROUP = tl.constexpr(int(RegionWord.GROUP))
 _RING = tl.constexpr(int(RegionWord.RING))
 _LINKS = tl.constexpr(int(RegionWord.LINKS))
-_HISTORY = tl.constexpr(HISTORY)
 _SEALED = tl.constexpr(int(Check.SEALED))
 _NONFINITE_KIND = tl.constexpr(int(Kind.NONFINITE))
 _NONFINITE_FLAG = tl.constexpr(int(SealFlag.NONFINITE) << FLAG_SHIFT)
@@ -160,7 +160,7 @@ def _commit_rows(rows, b, count, scratch_batch):
     high = context + new
     low = tl.where(source == SOURCE_HISTORY, low, context)
     tl.store(words + ROW_HIGH, tl.where(known, high, NONE), mask=fed)
-    tl.store(words + ROW_LOW, tl.maximum(low, high - (_HISTORY - 1)), mask=known)
+    tl.store(words + ROW_LOW, tl.maximum(low, high - (HISTORY - 1)), mask=known)
     flags = tl.where(source == SOURCE_SEED, flags | ROW_FLAG_ARMED, flags)
     flags = tl.where(anchored, flags & ~ROW_FLAG_ARMED, flags)
     tl.store(words + ROW_FLAGS, flags, mask=fed)
@@ -176,17 +176,17 @@ def _commit_tokens(counters, history, t, count, scratch_links, scratch_rows, mix
     digest = tl.load(scratch_links + t * 2 + 1, mask=inside, other=0)
     row = tl.load(scratch_rows + t, mask=inside, other=NONE)
     # Of a row's tokens, neighbours all, those with fewer than 63 behind them are among the last 64 positions.
-    behind = tl.load(scratch_rows + t + (_HISTORY - 1), mask=t + (_HISTORY - 1) < count, other=NONE)
+    behind = tl.load(scratch_rows + t + (HISTORY - 1), mask=t + (HISTORY - 1) < count, other=NONE)
     after = tl.load(scratch_rows + t + 1, mask=t + 1 < count, other=NONE)
     live = inside & (row >= 0)
     step = mix(word, mix_in, mix_out)
     total = tl.sum(tl.where(live, step, 0), 0)
     tl.atomic_add(counters + _DIGEST_SUM, total, mask=total != 0, sem="relaxed")
     kept = live & (digest != 0) & (behind != row)
-    past = history + tl.where(live, row, 0) * _HISTORY
+    past = history + tl.where(live, row, 0) * HISTORY
     position = position_of(word)
-    tl.store(past + (position & (_HISTORY - 1)), digest, mask=kept)
-    tl.store(past + ((position + 1) & (_HISTORY - 1)), digest + step, mask=kept & (after != row))
+    tl.store(past + (position & (HISTORY - 1)), digest, mask=kept)
+    tl.store(past + ((position + 1) & (HISTORY - 1)), digest + step, mask=kept & (after != row))
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def commit_kernel(
     armed = tl.load(counters + WORD_ARMED) != 0
     forward = tl.load(counters + WORD_FORWARD)
     tokens = tl.load(counters + WORD_SCRATCH_TOKENS)
-    batch_rows = tl.load(counters + SCRATCH_ROWS)
+    batch_rows = tl.load(counters + WORD_SCRATCH_ROWS)
     queued = tl.load(copy + 1)
     entries = queued - tl.load(copy)
     place = open_header(meta)

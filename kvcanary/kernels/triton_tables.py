@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcanary.kernels.descriptors import MAX_INDEX, GroupWord, ItemFlag, ItemWord
+from kvcanary.kernels.batch_descriptors import ItemFlag, ItemWord
+from kvcanary.kernels.descriptors import MAX_INDEX, GroupWord
 from kvcanary.kernels.triton_constants import (
     GROUP_NUM_PAGES,
     GROUP_PAGE_SHIFT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from kvcanary.kernels.descriptors import is_plain
 from kvcanary.kernels.triton_bytes import sum_kernel
 from kvcanary.kernels.triton_check import check_kernel
 from kvcanary.kernels.triton_facts import facts_kernel
@@ -42,14 +41,15 @@ class Variants:
         self.search = Kernel(search_kernel, 1, POW2=workspace.pow2, TILE=POISON_TILE)
 
     def mark(self, tile: int, *, first: bool, linked: bool, poison: bool) -> Kernel:
-        """Mark with ``tile`` lanes."""
-        key = (mark_kernel, tile, first, linked, poison)
+        """Mark with ``tile`` lanes; only the first of a forward asks whether its tokens are linked."""
+        unlinked = first and not linked
+        key = (mark_kernel, tile, first, unlinked, poison)
         return self._known.get(key) or self._add(
             key,
             _warps(tile),
             self._tuning.mark_registers,
             FIRST=first,
-            UNLINKED=not linked,
+            UNLINKED=unlinked,
             POISON=poison,
             POW2=self._workspace.pow2,
             TILE=tile,
@@ -106,35 +106,36 @@ class Variants:
             HEADER=self._header,
         )
 
-    def variants(self, *, rare: bool) -> list[Kernel]:
-        """What serving needs; with ``rare`` every form that there is."""
+    def all(self) -> list[Kernel]:
+        """Every form that any configuration or batch of such a layout can ask for.
+
+        What this leaves out compiles in the first forward that needs it, perhaps one that a graph captures.
+        """
         tiles = (self._tuning.mark_tile, self._tuning.decode_tile)
-        plain = all(is_plain(group) for group in self._layout.groups)
-        rings = any(group.ring is not None for group in self._layout.groups)
         both = (False, True)
-        poisons = both if rare else (self._poison != "off",)
-        firsts = both if rings or rare else (True,)
+        poisons = (False,) if self._poison == "off" else both
         return [
             self._workspace.describe,
             self.facts,
             self.abandon,
-            *([self.window] if rare else []),
-            *([self.fill, self.search] if rare or self._poison == "full" else []),
-            # Any batch may come with a translation, or without rows.
-            *(self.check(plain=value) for value in (both if rare or plain else (False,))),
+            *([] if self._layout.window_pair is None else [self.window]),
+            *([self.fill, self.search] if self._poison == "full" else []),
+            # Any batch may come with a translation, without rows, or for some of the groups only.
+            *(self.check(plain=plain) for plain in both),
             *(
-                self.mark(tile, first=first, linked=linked, poison=poison)
-                for tile, first, linked, poison in itertools.product(tiles, firsts, both if rare else (True,), poisons)
+                self.mark(tile, first=True, linked=linked, poison=poison)
+                for tile, linked, poison in itertools.product(tiles, both, poisons)
             ),
             *(
-                self.sum(large=large, nonfinite=nonfinite)
-                for large, nonfinite in itertools.product(both, both if rare else (True,))
+                self.mark(tile, first=False, linked=True, poison=poison)
+                for tile, poison in itertools.product(tiles, poisons)
+                if len({group.ring is None for group in self._layout.groups}) > 1  # rings are marked apart
             ),
+            # Without flags: for fingerprints, and for a scrub by hand, which ends no forward either.
+            *(self.sum(large=large, nonfinite=nonfinite) for large, nonfinite in itertools.product(both, both)),
             *(
                 self.commit(last=last, nonfinite=nonfinite, poison=poison)
-                for last, nonfinite, poison in itertools.product(
-                    both if rare else (True,), both if rare else (True,), poisons
-                )
+                for last, nonfinite, poison in itertools.product(both, both, poisons)
             ),
         ]
 

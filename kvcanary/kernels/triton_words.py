@@ -12,8 +12,17 @@ import triton
 import triton.language as tl
 
 from kvcanary.kernels.descriptors import StateWord
-from kvcanary.kernels.triton_constants import GROUP_WORDS, ROW_FLAGS, ROW_TAG, ROW_WORDS, WORD_FORWARD, WORD_SEQUENCE
-from kvcanary.record import CODE_BITS, FLAG_SHIFT, MAX_TAG, NUM_KINDS, SALTED, TAG_SHIFT
+from kvcanary.kernels.triton_constants import (
+    GROUP_WORDS,
+    MASK32,
+    ROW_FLAGS,
+    ROW_TAG,
+    ROW_WORDS,
+    TAG_SHIFT,
+    WORD_FORWARD,
+    WORD_SEQUENCE,
+)
+from kvcanary.record import CODE_BITS, FLAG_SHIFT, MAX_TAG, NUM_KINDS, SALTED
 from kvcanary.state import (
     GLOBAL_WORDS,
     KIND_COUNTS,
@@ -29,9 +38,7 @@ from kvcanary.state import (
 
 NONE = tl.constexpr(-1)
 OUTSIDE = tl.constexpr(-2)
-_MASK32 = tl.constexpr(0xFFFF_FFFF)
 _MAX_TAG = tl.constexpr(MAX_TAG)
-_TAG_SHIFT = tl.constexpr(TAG_SHIFT)
 _FLAG_SHIFT = tl.constexpr(FLAG_SHIFT)
 _SALTED = tl.constexpr(SALTED)
 _CODE_BITS = tl.constexpr(CODE_BITS)
@@ -127,7 +134,7 @@ def mix(link, mix_in, mix_out):
 @triton.jit
 def link_of(code, position):
     """Word 0 of a link."""
-    return (code & _MASK32) | (position << 32)
+    return (code & MASK32) | (position << 32)
 
 
 @triton.jit
@@ -142,7 +149,7 @@ def token_code(token, position, salt):
 @triton.jit
 def code_of(link):
     """The code in word 0 of a link."""
-    return link & _MASK32
+    return link & MASK32
 
 
 @triton.jit
@@ -154,13 +161,13 @@ def position_of(link):
 @triton.jit
 def writer_of(forward, tag):
     """A writer word without flags."""
-    return (forward & _MASK32) | ((tag & _MAX_TAG) << _TAG_SHIFT)
+    return (forward & MASK32) | ((tag & _MAX_TAG) << TAG_SHIFT)
 
 
 @triton.jit
 def tag_of(word):
     """The tag in a writer or owner word."""
-    return (word >> _TAG_SHIFT) & _MAX_TAG
+    return (word >> TAG_SHIFT) & _MAX_TAG
 
 
 @triton.jit
@@ -172,7 +179,7 @@ def state_of(owner):
 @triton.jit
 def is_sealed(writer):
     """Whether a writer word belongs to a seal."""
-    return (writer & _MASK32) != 0
+    return (writer & MASK32) != 0
 
 
 @triton.jit
@@ -271,6 +278,12 @@ def lowest_fault(faults):
     low = faults & -faults
     current = tl.min(tl.where(faults != 0, low, _HIGHEST), 0)
     return tl.where(low == current, low, 0)
+
+
+@triton.jit
+def holds(low, high, position):
+    """Whether a row's history has the digest before ``position``; ``low`` and ``high`` as its words say."""
+    return (high >= 0) & (low <= position) & (position <= high)
 
 
 @triton.jit

@@ -198,7 +198,7 @@ class World:
         self.tags += 1
         request = Request(self.free_rows.pop(0), self.tags, [], [], length, [[] for _ in self.specs])
         self.requests.append(request)
-        return request, [DeviceFact(FactOp.ADMIT, row=request.row, tag=request.tag, digest2=self.keys.seed)]
+        return request, [DeviceFact(FactOp.ADMIT, row=request.row, tag=request.tag, seed=self.keys.seed)]
 
     def fork(self) -> list[DeviceFact]:
         """A new request on the whole pages of another one's prefix; sometimes its base arrives late."""
@@ -224,7 +224,7 @@ class World:
                 tag=child.tag,
                 position=start,
                 digest=self.digest(child, start) if armed else 0,
-                digest2=self.keys.seed,
+                seed=self.keys.seed,
                 armed=armed,
             )
         ]

@@ -13,7 +13,6 @@ from kvcanary.state import (
     HISTORY,
     OWNER_NULL,
     OWNER_TRASH,
-    SCRATCH_ROWS,
     Check,
     DigestSource,
     Reason,
@@ -44,7 +43,7 @@ class EntryModel(ModelBase):
 
     def _open(self, batch: ForwardBatch) -> None:
         tokens = batch.num_tokens
-        self.counters[Word.SCRATCH_TOKENS], self.counters[SCRATCH_ROWS] = tokens, batch.num_rows
+        self.counters[Word.SCRATCH_TOKENS], self.counters[Word.SCRATCH_ROWS] = tokens, batch.num_rows
         for slots in self.scratch_slots:
             slots[:tokens] = [-1] * tokens
         self.scratch_rows[:tokens] = [-1] * tokens

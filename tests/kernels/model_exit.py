@@ -16,7 +16,6 @@ from kvcanary.state import (
     OUTBOX_ROWS,
     OWNER_NULL,
     OWNER_TRASH,
-    SCRATCH_ROWS,
     SCRUB_CURSOR,
     SCRUB_PASS_FORWARD,
     SCRUB_PASSES,
@@ -222,7 +221,7 @@ class Model(EntryModel):
         self.counters[Word.DIGEST_SUM] = signed(total)
         if not self.counters[Word.SCRATCH_TOKENS]:
             return
-        for row, start, new, context, digest, source in self.scratch_batch[: self.counters[SCRATCH_ROWS]]:
+        for row, start, new, context, digest, source in self.scratch_batch[: self.counters[Word.SCRATCH_ROWS]]:
             if row < 0 or new <= 0:
                 continue
             words = self.rows[row]
@@ -325,11 +324,6 @@ class Model(EntryModel):
     def _fact_wipe(self, fact: DeviceFact) -> None:
         self._wipe(self.layout.spaces[fact.group], self._slots(fact))
 
-    def _fact_unseal(self, fact: DeviceFact) -> None:
-        for seals in self.seals[self.layout.spaces[fact.group]]:
-            for slot in self._slots(fact):
-                seals[slot] = [0, 0]
-
     def _moved(self, seal: Sequence[int]) -> list[int]:
         if seal[1] & MASK32 == 0:
             return [0, 0]
@@ -388,9 +382,9 @@ class Model(EntryModel):
         self.history[fact.row][fact.position % HISTORY] = digest
 
     def _fact_admit(self, fact: DeviceFact) -> None:
-        self.rows[fact.row] = [fact.tag, fact.digest2, 0, -1, 0, 0, -1, 0]
-        if fact.position == 0 and fact.digest2:
-            self._base(fact, fact.digest2)
+        self.rows[fact.row] = [fact.tag, fact.seed, 0, -1, 0, 0, -1, 0]
+        if fact.position == 0 and fact.seed:
+            self._base(fact, fact.seed)
         elif fact.armed:
             self._base(fact, fact.digest)
 

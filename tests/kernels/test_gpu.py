@@ -93,7 +93,7 @@ class Decoder:
             fact
             for row in range(ROWS)
             for fact in (
-                DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, digest2=self.keys.seed),
+                DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, seed=self.keys.seed),
                 DeviceFact(FactOp.ALLOC, pages=self.pages[row], tag=row + 1),
             )
         ]
@@ -371,7 +371,7 @@ def test_the_end_of_a_large_pool_is_addressed_rightly(dtype: torch.dtype, pages:
         for kernels, state in contestants:
             if length == 0:
                 kernels.facts(state, [
-                    DeviceFact(FactOp.ADMIT, row=0, tag=1, digest2=5),
+                    DeviceFact(FactOp.ADMIT, row=0, tag=1, seed=5),
                     DeviceFact(FactOp.ALLOC, pages=used, tag=1),
                     DeviceFact(FactOp.POISON, pages=torch.tensor(used, device=DEVICE).tolist()),
                 ])  # fmt: skip
@@ -404,7 +404,7 @@ def _large_batch(used: list[int], length: int, new: int) -> ForwardBatch:
 # --- facts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [FactOp.ALLOC, FactOp.FREE, FactOp.OWN, FactOp.WIPE, FactOp.UNSEAL, FactOp.QUEUE,
+@pytest.mark.parametrize("op", [FactOp.ALLOC, FactOp.FREE, FactOp.OWN, FactOp.WIPE, FactOp.QUEUE,
                                 FactOp.RESTAMP, FactOp.COPY])  # fmt: skip
 def test_pages_in_device_tensors_do_what_pages_in_lists_do(op: FactOp) -> None:
     engine, kernels = Decoder(), make_kernels()
@@ -434,7 +434,7 @@ def test_pages_that_do_not_exist_are_passed_over_on_the_device() -> None:
     kernels.facts(state, engine.admission())
     owners = state.groups[0].owner.clone()
     wild = torch.tensor([-1, 128, 1 << 40, -(1 << 62)], device=DEVICE)
-    for op in (FactOp.OWN, FactOp.FREE, FactOp.WIPE, FactOp.UNSEAL, FactOp.QUEUE, FactOp.ALLOC):
+    for op in (FactOp.OWN, FactOp.FREE, FactOp.WIPE, FactOp.QUEUE, FactOp.ALLOC):
         kernels.facts(state, [DeviceFact(op, pages=wild, tag=7)])
     torch.cuda.synchronize()
     assert torch.equal(state.groups[0].owner, owners)

@@ -126,6 +126,12 @@ def test_a_run_that_cuts_a_float_is_refused() -> None:
         fingerprint(state_of(source), 1)
 
 
+def test_what_cannot_be_read_is_refused_before_the_first_forward() -> None:
+    source = KVSource("k", torch.zeros(64, dtype=torch.uint8), 4, 1, 8, 8, (Run(0, 3, 0),), dtype=torch.float16)
+    with pytest.raises(LayoutError, match="a run of 3 bytes is no whole number"):
+        ReferenceKernels().prepare(state_of(source))
+
+
 def test_buffers_of_another_float_type_side_by_side_are_each_tested_as_their_own() -> None:
     rig = Rig(replace(PLAIN, shape="latent", draft="nhd"))
     request = rig.request(4)

@@ -106,7 +106,7 @@ def test_a_warm_pool_is_unverified_and_no_alarm() -> None:
     request = rig.request(9)
     rig.state.counters[Word.ARMED] = 1
     rig.state.groups[0].owner.zero_()
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, seed=rig.world.keys.seed)
     assert rig.decode(request) == []
     assert (rig.unverified(Reason.UNKNOWN_RECORD), rig.verified(Check.LINKS)) == (9, 0)
 
@@ -114,7 +114,7 @@ def test_a_warm_pool_is_unverified_and_no_alarm() -> None:
 def test_a_base_that_vouched_for_nothing_leaves_the_row_end_unarmed() -> None:
     rig = Rig()
     request = rig.request(9)
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, seed=rig.world.keys.seed)
     rig.decode(request)
     rig.decode(request)
     assert rig.unverified(Reason.UNARMED_ROW) == 2

@@ -315,7 +315,7 @@ def test_a_queued_slot_without_a_seal_is_counted() -> None:
     rig = Rig()
     request = rig.request(4)
     rig.fact(FactOp.QUEUE, pages=[rig.page(request, 0)])
-    rig.fact(FactOp.UNSEAL, pages=[rig.page(request, 0)])
+    rig.fact(FactOp.WIPE, pages=[rig.page(request, 0)])
     rig.idle(1)
     assert rig.unverified(Reason.UNSEALED) == 4
     assert rig.word(Word.SUSPECTS_DONE) == rig.word(Word.SUSPECTS) == 4

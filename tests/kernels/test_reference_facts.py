@@ -180,10 +180,10 @@ def test_restamped_pages_are_trusted_with_their_present_bytes() -> None:
     assert rig.seal(rig.slot(request, 5) + 1) == (0, 0)
 
 
-def test_unsealed_pages_keep_their_links_and_are_not_scrubbed() -> None:
+def test_slots_with_a_link_but_no_seal_are_not_scrubbed() -> None:
     rig = Rig()
     request = rig.request(4)
-    rig.fact(FactOp.UNSEAL, pages=[rig.page(request, 0)])
+    rig.state.groups[0].seals[:, 4 * rig.page(request, 0) :][:, :4] = 0
     flip_bit(rig.world.layout.groups[0].sources[0], rig.slot(request, 1))
     assert [rig.idle(BIG), rig.idle(BIG), rig.decode(request)] == [[], [], []]
 
@@ -283,17 +283,17 @@ def test_a_page_handed_out_to_nobody_belongs_to_the_first_row_that_writes_into_i
 
 def test_a_row_that_starts_at_zero_is_armed_with_its_seed() -> None:
     rig = Rig()
-    rig.fact(FactOp.ADMIT, row=3, tag=5, digest2=1234)
+    rig.fact(FactOp.ADMIT, row=3, tag=5, seed=1234)
     assert rig.state.rows[3].tolist() == [5, 1234, 0, 0, RowFlag.ARMED, 0, -1, 0]
     assert int(rig.state.history[3, 0]) == 1234
 
 
 def test_a_row_that_starts_later_is_armed_only_with_a_base() -> None:
     rig = Rig()
-    rig.fact(FactOp.ADMIT, row=3, tag=5, position=70, digest=99, digest2=1, armed=True)
+    rig.fact(FactOp.ADMIT, row=3, tag=5, position=70, digest=99, seed=1, armed=True)
     assert rig.state.rows[3].tolist() == [5, 1, 70, 70, RowFlag.ARMED, 0, -1, 0]
     assert int(rig.state.history[3, 70 % HISTORY]) == 99
-    rig.fact(FactOp.ADMIT, row=3, tag=6, position=70, digest2=1)
+    rig.fact(FactOp.ADMIT, row=3, tag=6, position=70, seed=1)
     assert rig.state.rows[3].tolist() == [6, 1, 0, -1, 0, 0, -1, 0]
 
 
@@ -301,7 +301,7 @@ def late_row(rig: Rig, length: int = 9) -> tuple[Request, int]:
     """A row whose base is still on its way, one token on."""
     request = rig.request(length)
     base = rig.world.digest(request, length)
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=length, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=length, seed=rig.world.keys.seed)
     rig.decode(request)
     return request, base
 
@@ -334,7 +334,7 @@ def test_a_late_base_for_a_row_that_went_on_without_any_raises_no_alarm() -> Non
     rig.state.counters[Word.ARMED] = 1
     rig.state.groups[0].owner.zero_()
     base = rig.world.digest(request, 9)
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, seed=rig.world.keys.seed)
     assert rig.decode(request) == []
     rig.fact(FactOp.ANCHOR, row=request.row, tag=request.tag, position=9, digest=base)
     assert [rig.decode(request), rig.decode(request)] == [[], []]

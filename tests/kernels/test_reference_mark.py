@@ -30,7 +30,7 @@ def test_chunks_and_one_piece_leave_the_same_records() -> None:
     rig = Rig()
     one = rig.request(20)
     other = rig.world.admit()[0]
-    rig.fact(FactOp.ADMIT, row=other.row, tag=other.tag, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=other.row, tag=other.tag, seed=rig.world.keys.seed)
     for start in range(0, 20, 3):
         other.tokens, other.salts = list(one.tokens), list(one.salts)
         rig.step((other, start, min(3, 20 - start)))
@@ -167,7 +167,7 @@ def test_what_follows_a_tainting_report_says_so_until_the_row_is_admitted_anew()
     step.batch.input_ids[0] = -5
     found = rig.run(step, positions=torch.tensor([9]))
     assert [(v.name, v.tainted) for v in found] == [("INPUT_POSITION", 0), ("INPUT_PLACEHOLDER", 1)]
-    rig.fact(FactOp.ADMIT, row=request.row, tag=99, digest2=5)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=99, seed=5)
     assert int(rig.state.rows[request.row, RowWord.FLAGS]) == RowFlag.ARMED
     assert int(rig.state.rows[request.row, RowWord.REPORTED]) == 0
 
@@ -354,7 +354,7 @@ def test_an_unknown_base_is_taken_from_the_slots_and_the_anchor_remembered() -> 
     rig = Rig()
     request = rig.request(9)
     digest = rig.world.digest(request, 9)
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, seed=rig.world.keys.seed)
     step = rig.plan((request, 9, 1))
     assert rig.enter(step.batch) == []
     assert int(rig.state.scratch_batch[0, BatchWord.SOURCE]) == DigestSource.SLOTS
@@ -367,7 +367,7 @@ def test_an_unknown_base_is_taken_from_the_slots_and_the_anchor_remembered() -> 
 def test_with_no_base_anywhere_records_stay_unlinked_and_are_counted() -> None:
     rig = Rig()
     request = rig.request(9)
-    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, digest2=rig.world.keys.seed)
+    rig.fact(FactOp.ADMIT, row=request.row, tag=request.tag, position=9, seed=rig.world.keys.seed)
     rig.state.groups[0].links[rig.slot(request, 8)] = 0
     rig.fact(FactOp.OWN, pages=[], tag=0)
     rig.state.groups[0].owner[rig.page(request, 8)] = 0

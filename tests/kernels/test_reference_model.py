@@ -91,7 +91,7 @@ def random_fact(world: World, rng: random.Random, records: list[tuple[int, torch
     op = rng.choice(list(FactOp))
     row, tag, position = rng.randrange(5), rng.randrange(1, 8), rng.choice((0, 3, 9, 70))
     fact = DeviceFact(op, group=group, pages=pages[:4], targets=pages[4:], row=row, tag=tag, position=position)
-    fact.digest, fact.digest2, fact.armed = rng.choice((0, 5)), rng.choice((0, 5)), rng.random() < 0.5
+    fact.digest, fact.seed, fact.armed = rng.choice((0, 5)), rng.choice((0, 5)), rng.random() < 0.5
     if op is FactOp.EXPORT:
         width = 2 + 2 * len(world.layout.groups[world.layout.spaces[group]].parts)
         fact.records = torch.zeros(4 * spec.page_size, width, dtype=torch.int64)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
+from kvcanary.state import PoisonMode
 from tests.kernels.cases import LIMITS
 from tests.kernels.pools import GroupSpec, make_layout
 
 ROOT = Path(__file__).parents[2]
 SERVING = (
-    "_describe_kernel",
+    "describe_kernel",
     "abandon_kernel",
     "check_kernel",
     "commit_kernel",
@@ -51,11 +53,11 @@ def awkward() -> PoolLayout:
     )
 
 
-def compile_apart(layout: str, *, rare: bool) -> dict[str, dict[str, Any]]:
-    """What the compiler made of a layout's kernels, in a process without the interpreter."""
+def compile_apart(layout: str, poison: PoisonMode) -> dict[str, dict[str, Any]]:
+    """What the compiler made of all kernels of a layout, in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "tests.kernels.test_triton_compile", layout, *(["rare"] if rare else [])]
+    command = [sys.executable, "-m", "tests.kernels.test_triton_compile", layout, poison]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-4000:]
     seen: dict[str, dict[str, Any]] = json.loads(result.stdout)
@@ -64,7 +66,7 @@ def compile_apart(layout: str, *, rare: bool) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
-    return compile_apart("aligned", rare=False)
+    return compile_apart("aligned", "off")
 
 
 @pytest.mark.timeout(600)
@@ -75,7 +77,7 @@ def test_what_serving_needs_compiles_ahead_of_time(compiled: dict[str, dict[str,
 @pytest.mark.timeout(600)
 def test_aligned_sources_are_read_with_128_bit_loads(compiled: dict[str, dict[str, Any]]) -> None:
     loads = [seen for key, seen in compiled.items() if key.startswith("sum_kernel")]
-    assert len(loads) == 2
+    assert len(loads) == 4
     assert all(seen["wide_loads"] >= 4 and seen["narrow_loads"] == 0 for seen in loads)
 
 
@@ -88,19 +90,22 @@ def test_no_kernel_specialises_its_arguments(compiled: dict[str, dict[str, Any]]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", ["aligned", "awkward"])
 def test_every_form_of_every_kernel_compiles(layout: str) -> None:
-    seen = compile_apart(layout, rare=True)
-    assert {key.split("/")[0] for key in seen} == {*SERVING, "window_kernel"}
+    seen = compile_apart(layout, "full")
+    window = {"window_kernel"} if layout == "awkward" else set()
+    assert {key.split("/")[0] for key in seen} == {*SERVING, "fill_kernel", "search_kernel", *window}
 
 
-def main(layout: str, *, rare: bool) -> None:
+def main(layout: str, poison: PoisonMode) -> None:
     """Compile and print."""
     from kvcanary.kernels.triton_backend import TritonKernels
-    from kvcanary.kernels.triton_workspace import Tuning
+    from kvcanary.kernels.triton_tuning import Tuning
     from kvcanary.record import make_keys
     from kvcanary.state import DeviceState
 
-    state = DeviceState({"aligned": aligned, "awkward": awkward}[layout](), make_keys(1), LIMITS)
-    kernels = TritonKernels(Tuning()).variants(state, rare=rare)
+    state = DeviceState(
+        {"aligned": aligned, "awkward": awkward}[layout](), make_keys(1), replace(LIMITS, poison=poison)
+    )
+    kernels = TritonKernels(Tuning()).variants(state)
     json.dump({f"{kernel.name}/{i}": _compile(kernel) for i, kernel in enumerate(kernels)}, sys.stdout)
 
 
@@ -124,4 +129,4 @@ def _compile(kernel: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], rare="rare" in sys.argv[2:])
+    main(sys.argv[1], sys.argv[2])  # type: ignore[arg-type]

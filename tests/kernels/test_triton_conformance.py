@@ -14,7 +14,8 @@ from tests.kernels.triton_rig import CUDA, DEVICES, SEEDS, assert_same, kinds, m
 # Above: before triton can be loaded.
 # isort: split
 from kvcanary.kernels.reference import ReferenceKernels
-from kvcanary.kernels.triton_workspace import Tuning, Workspace
+from kvcanary.kernels.triton_tuning import Tuning
+from kvcanary.kernels.triton_workspace import Workspace
 from kvcanary.record import fingerprint_bytes, signed, source_seed
 from kvcanary.state import DeviceState, Word
 from tests.kernels.cases import LIMITS, Step, World, clone_state, leave, state_tensors

@@ -15,9 +15,13 @@ from tests.kernels.triton_rig import CUDA, make_kernels  # before triton can be 
 from kvcanary.errors import BatchError, ConfigError, LayoutError
 from kvcanary.kernels import DeviceFact, FactOp
 from kvcanary.kernels.descriptors import CHUNK_ROW, ChunkWord, GroupWord, group_row
+from kvcanary.kernels.triton_capture import Written
 from kvcanary.kernels.triton_regions import Planner, round_up
+from kvcanary.kernels.triton_rowsets import ROWS_AT_ONCE, RowSets
 from kvcanary.kernels.triton_sources import block_words, chunk_rows
-from kvcanary.kernels.triton_workspace import INTERPRETED, ROWS_AT_ONCE, RowSets, Staging, Workspace
+from kvcanary.kernels.triton_staging import Staging
+from kvcanary.kernels.triton_tuning import INTERPRETED
+from kvcanary.kernels.triton_workspace import Workspace
 from kvcanary.layout import AttentionGroup, KVSource, PoolLayout, Run
 from kvcanary.record import make_keys
 from tests.kernels.cases import World
@@ -81,6 +85,22 @@ def test_rows_of_a_captured_graph_are_never_written_anew() -> None:
 def test_rows_that_no_graph_holds_are_used_again() -> None:
     sets = RowSets(1, 16, CPU, Writes())  # type: ignore[arg-type]
     assert len({sets.find(((i,),), keep=False) for i in range(5 * ROWS_AT_ONCE)}) <= ROWS_AT_ONCE
+
+
+def test_what_a_graph_alone_has_written_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = iter((True, True, False, True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    written = Written[str](torch.device("cuda"))
+    found = [written.is_due("row") for _ in range(5)]
+    written.forget("row")
+    assert [*found, written.is_due("row")] == [True, True, True, False, False, True]
+
+
+def test_a_seal_of_no_tokens_has_a_plan() -> None:
+    world = World(1, (GroupSpec(page_size=4, pages=40),), plain=True)
+    state = world.new_state()
+    plan = Planner(state, Workspace(state, INTERPRETED)).plan("target", 0, 0)
+    assert [launch.programs for launch in plan.launches] == [1]
 
 
 # --- staging ------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def make_kernels(**tuning: Any) -> Kernels:
     from kvcanary.kernels.triton_backend import TritonKernels
     from kvcanary.kernels.triton_launch import Kernel
     from kvcanary.kernels.triton_mark import mark_kernel
-    from kvcanary.kernels.triton_workspace import INTERPRETED, Tuning
+    from kvcanary.kernels.triton_tuning import INTERPRETED, Tuning
 
     if not CUDA and type(mark_kernel).__name__ != "InterpretedFunction":
         raise RuntimeError(f"triton was imported before {__name__}, so {Kernel.__name__}s would be compiled for a GPU")

@@ -88,9 +88,9 @@ def more_facts(world: World, state: DeviceState, rng: random.Random) -> Iterator
     pages = rng.sample(range(count), 4)
     numbers = pages[:2] if world.device == "cpu" else [*pages[:2], -1, count, 1 << 40]
     device = torch.tensor(numbers, device=world.device)
-    op = rng.choice((FactOp.QUEUE, FactOp.RESTAMP, FactOp.UNSEAL, FactOp.WIPE))
+    op = rng.choice((FactOp.QUEUE, FactOp.RESTAMP, FactOp.WIPE))
     yield DeviceFact(op, group=group, pages=pages[:2])
-    yield DeviceFact(rng.choice((FactOp.QUEUE, FactOp.OWN, FactOp.UNSEAL)), group=group, pages=device, tag=3)
+    yield DeviceFact(rng.choice((FactOp.QUEUE, FactOp.OWN, FactOp.WIPE)), group=group, pages=device, tag=3)
     yield DeviceFact(FactOp.COPY, group=group, pages=pages[:2], targets=pages[2:])
     width = 2 + 2 * state.groups[group].seals.shape[0]
     slots = 2 * world.specs[group].page_size

@@ -185,7 +185,7 @@ class Traffic:
             tag=request.tag,
             position=request.length,
             digest=digest,
-            digest2=seed,
+            seed=seed,
             armed=True,
         )
 

@@ -153,7 +153,7 @@ def _facts(state: DeviceState, table: torch.Tensor, rest: torch.Tensor) -> Itera
     rows = [*table.unbind(0), rest]
     for row, pages in enumerate(rows):
         seed = state.keys.seed
-        yield DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, digest=seed, digest2=seed, armed=True)
+        yield DeviceFact(FactOp.ADMIT, row=row, tag=row + 1, digest=seed, seed=seed, armed=True)
         if pages.numel():
             yield DeviceFact(FactOp.ALLOC, group=0, pages=pages, tag=row + 1)
 
