@@ -26,7 +26,8 @@ def _refusal(llm: Any, mode: str = "log") -> str:
 
 def _objects(traffic: serving.Traffic) -> Iterator[Any]:
     manager = traffic.scheduler.kv_cache_manager
-    yield from (traffic.scheduler, traffic.runner, manager, manager.block_pool)
+    worker = traffic.core.model_executor.driver_worker.worker
+    yield from (traffic.scheduler, worker, traffic.runner, traffic.runner.get_model(), manager, manager.block_pool)
     yield from manager.coordinator.single_type_managers
 
 
@@ -34,9 +35,8 @@ def _touched(traffic: serving.Traffic) -> list[str]:
     """What vLLM's own call of the plugin has hooked, imported or left."""
     found = [type(finder).__qualname__ for finder in sys.meta_path if "kvcanary" in type(finder).__module__]
     found += [name for name in sys.modules if name == "kvcanary.engines.vllm.installation"]
-    worker = traffic.core.model_executor.driver_worker.worker
     marked = "_kvcanary_installed"
-    for one in (worker, traffic.core, *_objects(traffic)):
+    for one in (traffic.core, *_objects(traffic)):
         for cls in type(one).__mro__:
             found += [f"{cls.__qualname__}.{name}" for name, what in vars(cls).items() if hasattr(what, marked)]
         found += [name for name in vars(one) if "kvcanary" in str(name)]

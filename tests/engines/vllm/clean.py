@@ -43,7 +43,7 @@ def _both(name: str, *, small: bool = False, **options: Any) -> list[Mode]:
     ]
 
 
-SMALL = {1: {"num_gpu_blocks_override": 24}, 2: {"num_gpu_blocks_override": 16}}
+SMALL = {runner: {"num_gpu_blocks_override": blocks, "max_model_len": 160} for runner, blocks in ((1, 20), (2, 14))}
 """By runner, which serve other numbers of prompts, of up to nine blocks each: preemption, resumption, eviction"""
 CHUNKS = {"max_num_batched_tokens": 48}
 MODES = [
@@ -112,16 +112,20 @@ def run(mode: Mode) -> dict[str, Any]:
 def _serve(traffic: serving.Traffic, mode: Mode) -> int:
     """Three waves of prompts, one of which is aborted; how often requests were preempted."""
     prompts = serving.Prompts(len(mode.name))
-    preempted = 0
+    preempted: dict[str, int] = {}
+
+    def note() -> bool:
+        preempted.update({name: request.num_preemptions for name, request in traffic.scheduler.requests.items()})
+        return False
+
     for wave in range(3):
-        names = traffic.add(prompts.take(mode.prompts // 3), max_tokens=24)
-        traffic.run(steps=20)
-        preempted += sum(request.num_preemptions for request in traffic.scheduler.requests.values())
+        names = traffic.add(prompts.take(mode.prompts // 3), max_tokens=14 if mode.draft else 24)
+        traffic.run(steps=20, until=note)
         if wave == 1:
             traffic.engine.abort_request(names[-1:])
-    traffic.run()
+    traffic.run(until=note)
     traffic.core.step()
-    return preempted
+    return sum(preempted.values())
 
 
 def main(names: list[str]) -> None:

@@ -244,7 +244,7 @@ def inject(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     one = Injection(llm)
     # All sealed bytes are read again each step, and a suspicion needs a second look.
     with serving.watched(llm, scrub_mib_per_step=64.0, poison="sample") as (found, watch):
-        one.traffic.add(serving.Prompts(5).take(6), max_tokens=20)
+        one.traffic.add(serving.Prompts(5).take(6), max_tokens=14)
         one.traffic.run(steps=4)
         found.catch_up(watch.canary)
         before = list(found.violations)

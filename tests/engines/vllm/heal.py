@@ -14,7 +14,7 @@ from tests.engines.vllm.faults import Injection, flipped_bit, stale_row
 
 
 def _serve(one: Injection, fault: Callable[[Injection], None] | None) -> dict[str, list[int]]:
-    names = one.traffic.add(serving.Prompts(5).take(6), max_tokens=20)
+    names = one.traffic.add(serving.Prompts(5).take(6), max_tokens=14)
     one.traffic.run(steps=4)
     if fault is not None:
         fault(one)

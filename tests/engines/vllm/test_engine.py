@@ -267,29 +267,23 @@ def test_a_plugin_that_is_merely_installed_touches_nothing(attaching: dict[int, 
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def _separate(folder: Path, runner: int, **environ: str) -> Program:
-    return Program("processes", environ={**processes.environ(folder, runner=runner), **environ})
-
-
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """By mode: what the front process said, and the events of all processes."""
-    folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("log", "off")}
-    observers = "tests.engines.vllm.listener:record"
-    programs = {
-        "log": _separate(folders["log"], 1, KVCANARY_MODE="log", KVCANARY_OBSERVERS=observers),
-        "off": _separate(folders["off"], 2),
-    }
-    answers = {mode: program.lines()[0] for mode, program in programs.items()}
-    return {mode: (answers[mode], _events(folder)) for mode, folder in folders.items()}
+def separate(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the front process said, and the events of all processes."""
+    folder = tmp_path_factory.mktemp("processes")
+    watched = {"KVCANARY_MODE": "log", "KVCANARY_OBSERVERS": "tests.engines.vllm.listener:record"}
+    (answer,) = Program("processes", environ={**processes.environ(folder, runner=1), **watched}).lines()
+    return answer, _events(folder)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(separate: dict[str, Any]) -> None:
-    answer, events = separate["log"]
+def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    answer, events = separate
     kinds = [event["type"] for event in events]
     assert answer["answers"] == 16
     assert kinds.count("run.started") == 1
@@ -301,14 +295,16 @@ def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(separat
     assert not any(sum(groups.values()) for groups in last["unverified"].values())
 
 
-def test_a_process_that_runs_no_model_imports_no_runner(separate: dict[str, Any]) -> None:
-    assert separate["log"][0]["runners"] == []
+def test_the_last_event_of_a_worker_is_heard_when_the_engine_shuts_down(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    assert separate[1][-1]["type"] == "run.stopped"
 
 
-def test_an_installed_kvcanary_does_nothing_unless_it_is_asked(separate: dict[str, Any]) -> None:
-    answer, events = separate["off"]
-    assert answer["answers"] == 16
-    assert events == []
+def test_a_process_that_runs_no_model_imports_no_runner(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    assert separate[0]["runners"] == []
 
 
 # --- a suspected fault of the engine ------------------------------------------------------------------------
