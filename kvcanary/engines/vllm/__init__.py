@@ -20,7 +20,7 @@ class VllmAdapter:
     """
 
     name = "vllm"
-    facts = frozenset({"admit", "finish", "preempt", "alloc", "free", "publish", "evict", "reuse", "move"})
+    facts = frozenset({"admit", "finish", "preempt", "alloc", "free", "publish", "evict", "reuse", "move", "weights"})
     quarantines = True
 
     def matches(self, engine: object) -> bool:

@@ -27,12 +27,13 @@ def attach(engine: Any, canary: Canary) -> Callable[[], None]:
 
     version = vllm_version()
     core = _core(engine)
-    runner = _runner(core)
+    owner = _worker(core)
     scheduler = SchedulerWatch(core.scheduler, version)
     worker: WorkerWatch | None = None
     try:
         scheduler.begin()
-        worker = watch_runner(runner, canary, version)
+        worker = watch_runner(owner.model_runner, canary, version)
+        worker.patches.after(owner, "finish_weight_update", worker.weights_changed)
         worker.arm()
     except BaseException:
         scheduler.end()
@@ -93,12 +94,11 @@ def _core(engine: Any) -> Any:
     return core
 
 
-def _runner(core: Any) -> Any:
+def _worker(core: Any) -> Any:
     worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
-    runner = getattr(worker, "model_runner", None)
-    if runner is None:
+    if getattr(worker, "model_runner", None) is None:
         raise ConfigError(
             f"the workers of a {type(core.model_executor).__qualname__} live in other processes, where no watch() "
             "reaches them. Set KVCANARY_MODE before the engine starts, which watches every process"
         )
-    return runner
+    return worker

@@ -19,6 +19,10 @@ SCHEDULER: Names = {
     "_free_request": ("request",),
     "requests": None,
     "running": None,
+    "prev_step_scheduled_req_ids": None,
+    "num_spec_tokens": None,
+    "scheduler_config.async_scheduling": None,
+    "is_encoder_decoder": None,
     "connector": None,
     "kv_cache_manager.take_kv_cache_block_copies": (),
     "kv_cache_manager.get_block_ids": ("request_id",),
@@ -55,6 +59,8 @@ _REQUEST = (
     "status",
     "lora_request",
     "cache_salt",
+    "mm_features",
+    "prompt_embeds",
 )
 _POOL: Names = {
     "kv_cache_config.kv_cache_groups": None,
@@ -69,6 +75,8 @@ _POOL: Names = {
     "execute_model": ("scheduler_output",),
     "sample_tokens": ("grammar_output",),
     "execute_model_state": None,
+    "reload_weights": (),
+    "get_model": (),
 }
 RUNNER_2: Names = {
     **_POOL,
@@ -82,7 +90,6 @@ RUNNER_1: Names = {
     **_POOL,
     "_model_forward": (),
     "propose_draft_token_ids": ("sampled_token_ids", "spec_decode_metadata"),
-    "use_async_scheduling": None,
     "input_ids.gpu": None,
     "positions": None,
     "query_start_loc.gpu": None,

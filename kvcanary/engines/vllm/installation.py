@@ -42,18 +42,21 @@ def install() -> None:
 
 def _patches(config: CanaryConfig, version: str) -> dict[str, Callable[[ModuleType], None]]:
     def runner(module: ModuleType) -> None:
-        _after(module.GPUModelRunner, "initialize_kv_cache", lambda self, call: _pool_made(self, call, config, version))
+        _hook(module.GPUModelRunner, "initialize_kv_cache", lambda self, call: _pool_made(self, call, config, version))
 
     def worker(name: str) -> Callable[[ModuleType], None]:
         def patch(module: ModuleType) -> None:
-            for method in ("compile_or_warm_up_model", "wake_up"):
-                if method in vars(getattr(module, name)):
-                    _after(getattr(module, name), method, lambda self, _: _warm(self))
+            cls = getattr(module, name)
+            for method, then in _WORKER.items():
+                if method in vars(cls):
+                    _hook(cls, method, then)
+            if "shutdown" in vars(cls):
+                _hook(cls, "shutdown", lambda self, _: _shut_down(self), before=True)
 
         return patch
 
     def scheduler(module: ModuleType) -> None:
-        _after(module.Scheduler, "__init__", lambda self, _: _scheduler_made(self, version))
+        _hook(module.Scheduler, "__init__", lambda self, _: _scheduler_made(self, version))
 
     return {
         "vllm.v1.worker.gpu.model_runner": runner,
@@ -64,8 +67,8 @@ def _patches(config: CanaryConfig, version: str) -> dict[str, Callable[[ModuleTy
     }
 
 
-def _after(cls: type, name: str, then: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Call ``then`` with the object and the arguments by name after a method returned."""
+def _hook(cls: type, name: str, tell: Callable[[Any, dict[str, Any]], None], *, before: bool = False) -> None:
+    """Call ``tell`` with the object and the arguments by name when a method returned, or before it runs."""
     original = getattr(cls, name, None)
     if not callable(original):
         raise ConfigError(
@@ -79,8 +82,12 @@ def _after(cls: type, name: str, then: Callable[[Any, dict[str, Any]], None]) ->
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if before:
+            tell(self, arguments)
+            return original(self, *args, **kwargs)
         result = original(self, *args, **kwargs)
-        then(self, signature.bind(self, *args, **kwargs).arguments)
+        tell(self, arguments)
         return result
 
     setattr(wrapper, _DONE, True)
@@ -103,10 +110,7 @@ def _pool_made(runner: Any, call: dict[str, Any], config: CanaryConfig, version:
     from kvcanary.canary import Canary
     from kvcanary.engines.vllm.attach import watch_runner
 
-    old = _WATCHES.pop(id(runner), None)
-    if old is not None:  # the engine makes its pool anew, for example with a size that fits
-        old.end()
-        old.canary.stop()
+    _leave(runner)  # the engine makes its pool anew, for example with a size that fits
     canary = Canary(config)
     # The stream runs before the pool is bound, so that the first event finds its readers.
     canary.start()
@@ -117,10 +121,31 @@ def _pool_made(runner: Any, call: dict[str, Any], config: CanaryConfig, version:
         raise
 
 
-def _warm(worker: Any) -> None:
+def _leave(runner: Any) -> None:
+    watch = _WATCHES.pop(id(runner), None)
+    if watch is not None:
+        watch.end()
+        watch.canary.stop()
+
+
+def _shut_down(worker: Any) -> None:
+    _leave(getattr(worker, "model_runner", None))
+
+
+def _warm(worker: Any, _: dict[str, Any]) -> None:
     watch = _WATCHES.get(id(worker.model_runner))
     if watch is not None:
         watch.arm()
+
+
+def _new_weights(worker: Any, _: dict[str, Any]) -> None:
+    watch = _WATCHES.get(id(worker.model_runner))
+    if watch is not None:
+        watch.weights_changed()
+
+
+_WORKER = {"compile_or_warm_up_model": _warm, "wake_up": _warm, "finish_weight_update": _new_weights}
+"""Methods of workers, and what follows them"""
 
 
 class _Finder(MetaPathFinder):

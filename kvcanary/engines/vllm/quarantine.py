@@ -60,5 +60,8 @@ def _recompute(scheduler: Any, name: str, wish: Wanted, now: float) -> Told:
         held = any(scheduler.kv_cache_manager.get_block_ids(name))
         return Healed(wish.incident, name, left, "it holds blocks and does not run" if held else "")
     scheduler.running.remove(request)
+    # It may resume in the very next step: as the engine does where it forces preemptions, the request must not count as
+    # scheduled in the step before, or the earlier runner is not sent its tokens.
+    scheduler.prev_step_scheduled_req_ids.discard(name)
     scheduler._preempt_request(request, now, drop_stale_output=True)  # noqa: SLF001 - the engine's own way to recompute
     return Healed(wish.incident, name, left)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from kvcanary.engines.vllm.wire import Admitted, Blocks, Copied, Finished, Healed, Preempted, Told, Withdrawn
+from kvcanary.engines.vllm.media import Span, salts_of_batch, salts_of_prompt
+from kvcanary.engines.vllm.rows import Known
+from kvcanary.engines.vllm.wire import (
+    Admitted,
+    Blocks,
+    Copied,
+    Finished,
+    Healed,
+    KnownIds,
+    Preempted,
+    Told,
+    Withdrawn,
+    starts_of,
+)
 from kvcanary.events import Event, PagesQuarantined, QuarantineFailed, RequestQuarantined
 
 if TYPE_CHECKING:
@@ -29,13 +43,27 @@ class Replay:
         self._max_rows = max_rows
         self._rows: dict[str, int] = {}
         self._preempted: dict[str, None] = {}
+        self._media: dict[str, tuple[Span, ...]] = {}
+        self._last_ids: dict[str, int] = {}
+        self._output: Any = None
 
-    def rows(self, requests: Sequence[str]) -> list[int]:
-        """Rows of the requests of a batch, -1 for one that was running before the watch began."""
-        return [self._rows.get(request, -1) for request in requests]
+    def known(self, requests: Sequence[str]) -> Known:
+        """What is known of the requests of a batch; row -1 for one that was running before the watch began."""
+        rows, last_ids = self._rows, self._last_ids
+        return Known(
+            [rows.get(request, -1) for request in requests],
+            [last_ids.get(request, -1) for request in requests],
+            self._salts(requests) if self._media else None,
+        )
+
+    def _salts(self, requests: Sequence[str]) -> list[int] | None:
+        counts, starts = self._output.num_scheduled_tokens, starts_of(self._output)
+        return salts_of_batch([(self._media.get(name, ()), starts[name], counts[name]) for name in requests])
 
     def apply(self, told: Sequence[Told], scheduler_output: Any) -> None:
-        """Tell the canary."""
+        """Tell the canary what happened up to a step, and know the step's batch."""
+        self._output = scheduler_output
+        self._last_ids = {}
         tokens = _tokens(scheduler_output)
         for call in told:
             if isinstance(call, Blocks):
@@ -45,7 +73,10 @@ class Replay:
             elif isinstance(call, Finished):
                 self._rows.pop(call.request, None)
                 self._preempted.pop(call.request, None)
+                self._media.pop(call.request, None)
                 self._canary.finish(call.request, tokens=call.tokens)
+            elif isinstance(call, KnownIds):
+                self._last_ids = dict(zip(scheduler_output.num_scheduled_tokens, array("i", call.ids), strict=True))
             elif isinstance(call, Preempted):
                 self._preempt(call.request)
             elif isinstance(call, Copied):
@@ -60,9 +91,16 @@ class Replay:
         if call.request not in self._rows and len(self._rows) >= self._max_rows and self._preempted:
             longest = next(iter(self._preempted))
             del self._preempted[longest], self._rows[longest]
+            self._media.pop(longest, None)
             self._canary.finish(longest)
+        if call.media:
+            self._media[call.request] = call.media
         self._rows[call.request] = self._canary.admit(
-            call.request, tokens=tokens, start=call.start, identity=call.identity or None
+            call.request,
+            tokens=tokens,
+            start=call.start,
+            identity=call.identity or None,
+            salts=salts_of_prompt(call.media),
         )
 
     def _preempt(self, request: str) -> None:
@@ -89,12 +127,12 @@ class Replay:
             canary.reuse(group.name, call.request, pages)
 
     def _foreign(self, call: Blocks) -> None:
-        """A group that is not covered takes bytes that covered ones overlay: what they said of them is void."""
-        for group in self._pool.groups:
-            if call.kind == "alloc":
-                self._canary.alloc(group.name, "", _pages(group, call.blocks))
-            elif call.kind == "free":
-                self._canary.free(group.name, _pages(group, call.blocks))
+        """Blocks of no group that is covered. All groups lie over the same bytes, so one of them is told for all."""
+        group = self._pool.groups[0]
+        if call.kind == "alloc":
+            self._canary.alloc(group.name, "", _pages(group, call.blocks))
+        elif call.kind == "free":
+            self._canary.free(group.name, _pages(group, call.blocks))
 
     def _copy(self, call: Copied) -> None:
         group = self._groups.get(call.group)

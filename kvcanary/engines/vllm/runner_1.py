@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcanary.engines.vllm.contract import RUNNER_1, check
-from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
     from kvcanary.canary import Canary
+    from kvcanary.engines.vllm.rows import Known
     from kvcanary.engines.vllm.worker import WorkerWatch
 
 
@@ -25,19 +25,8 @@ def watch_runner_1(runner: Any, canary: Canary, version: str) -> WorkerWatch:
     from kvcanary.engines.vllm.worker import WorkerWatch
 
     check(runner, RUNNER_1, "model runner", version)
-    if canary.config.mode == "quarantine" and runner.use_async_scheduling:
-        raise ConfigError(
-            "mode 'quarantine' needs vLLM's new model runner where scheduling is asynchronous: the earlier one cannot "
-            "have a request preempted while a step of it is in flight. Set VLLM_USE_V2_MODEL_RUNNER=1, or "
-            "async_scheduling=False, or use 'log' or 'raise'"
-        )
     watch = WorkerWatch(runner, canary, version, kernel_tables=True)
-    try:
-        watch.bind()
-        _Hooks(watch).wire()
-    except BaseException:
-        watch.end()
-        raise
+    watch.attach(_Hooks(watch).wire)
     return watch
 
 
@@ -51,23 +40,15 @@ class _Hooks:
     def wire(self) -> None:
         patches = self._watch.patches
         patches.wrap(self._runner, "_model_forward", self._model_forward)
-        patches.wrap(self._runner, "sample_tokens", self._sample_tokens)
+        patches.wrap(self._runner, "sample_tokens", self._watch.sampling)
         if self._watch.pool.draft:
             patches.wrap(self._runner, "propose_draft_token_ids", self._propose)
         patches.wrap(self._runner, "execute_model", self._execute_model)
 
     def _execute_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            watch = self._watch
             self._tokens = int(scheduler_output.total_num_scheduled_tokens)
-            watch.begin_step(scheduler_output)
-            try:
-                output = original(scheduler_output, *args, **kwargs)
-            except BaseException as error:
-                watch.end_step(error)
-                raise
-            watch.leave_model(more=self._runner.execute_model_state is not None)
-            return output
+            return self._watch.run_model(scheduler_output, lambda: original(scheduler_output, *args, **kwargs))
 
         return execute_model
 
@@ -79,12 +60,12 @@ class _Hooks:
 
         return model_forward
 
-    def _batch(self, rows: Sequence[int]) -> ForwardBatch:
-        runner, count, tokens = self._runner, len(rows), self._tokens
+    def _batch(self, known: Known) -> ForwardBatch:
+        runner, count, tokens = self._runner, len(known.rows), self._tokens
         tables = runner.input_batch.block_table.block_tables
         groups = self._watch.pool.groups
         return self._watch.rows.batch(
-            rows,
+            known,
             input_ids=runner.input_ids.gpu[:tokens],
             positions=runner.positions[:tokens],
             query_start_loc=runner.query_start_loc.gpu[: count + 1],
@@ -115,16 +96,3 @@ class _Hooks:
         else:
             taken = torch.tensor([len(ids) for ids in sampled], dtype=torch.int64, device=device)
         return torch.where(drafts > 0, drafts + 1 - taken, 0).clamp_(min=0)
-
-    def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            watch = self._watch
-            try:
-                output = original(*args, **kwargs)
-            except BaseException as error:
-                watch.end_step(error)
-                raise
-            watch.end_step()
-            return watch.delivered(output)
-
-        return sample_tokens

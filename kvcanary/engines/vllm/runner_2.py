@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from kvcanary.engines.vllm.contract import RUNNER_2, check
 if TYPE_CHECKING:
     from kvcanary.batch import ForwardBatch
     from kvcanary.canary import Canary
+    from kvcanary.engines.vllm.rows import Known
     from kvcanary.engines.vllm.worker import WorkerWatch
 
 
@@ -24,12 +25,7 @@ def watch_runner_2(runner: Any, canary: Canary, version: str) -> WorkerWatch:
 
     check(runner, RUNNER_2, "model runner", version)
     watch = WorkerWatch(runner, canary, version, kernel_tables=False)
-    try:
-        watch.bind()
-        _Hooks(watch).wire()
-    except BaseException:
-        watch.end()
-        raise
+    watch.attach(_Hooks(watch).wire)
     return watch
 
 
@@ -41,8 +37,8 @@ class _Hooks:
     def wire(self) -> None:
         patches = self._watch.patches
         patches.wrap(self._runner, "prepare_attn", self._prepare_attn)
-        patches.wrap(self._runner, "sample_tokens", self._sample_tokens)
-        patches.wrap(self._runner, "pool", self._sample_tokens)
+        patches.wrap(self._runner, "sample_tokens", self._watch.sampling)
+        patches.wrap(self._runner, "pool", self._watch.sampling)
         if self._watch.pool.draft:
             patches.wrap(self._runner.speculator, "propose", self._propose)
         patches.wrap(self._runner, "execute_model", self._execute_model)
@@ -52,15 +48,7 @@ class _Hooks:
             # The second positional one is what an earlier pipeline stage sends, the third says that the run is a dummy.
             if kwargs.get("dummy_run", args[1] if len(args) > 1 else False):
                 return original(scheduler_output, *args, **kwargs)
-            watch = self._watch
-            watch.begin_step(scheduler_output)
-            try:
-                output = original(scheduler_output, *args, **kwargs)
-            except BaseException as error:
-                watch.end_step(error)
-                raise
-            watch.leave_model(more=self._runner.execute_model_state is not None)
-            return output
+            return self._watch.run_model(scheduler_output, lambda: original(scheduler_output, *args, **kwargs))
 
         return execute_model
 
@@ -72,11 +60,11 @@ class _Hooks:
 
         return prepare_attn
 
-    def _batch(self, inputs: Any, tables: Any, slot_mappings: Any, rows: Sequence[int]) -> ForwardBatch:
-        count, tokens = len(rows), inputs.num_tokens
+    def _batch(self, inputs: Any, tables: Any, slot_mappings: Any, known: Known) -> ForwardBatch:
+        count, tokens = len(known.rows), inputs.num_tokens
         groups = self._watch.pool.groups
         return self._watch.rows.batch(
-            rows,
+            known,
             input_ids=inputs.input_ids[:tokens],
             positions=inputs.positions[:tokens],
             query_start_loc=inputs.query_start_loc[: count + 1],
@@ -95,16 +83,3 @@ class _Hooks:
             return drafts
 
         return propose
-
-    def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            watch = self._watch
-            try:
-                output = original(*args, **kwargs)
-            except BaseException as error:
-                watch.end_step(error)
-                raise
-            watch.end_step()
-            return watch.delivered(output)
-
-        return sample_tokens

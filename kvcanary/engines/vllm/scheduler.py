@@ -6,22 +6,27 @@ It needs no canary and no device: it lives where the scheduler lives, which may 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.engines.base import Patches
 from kvcanary.engines.vllm.contract import check_scheduler
+from kvcanary.engines.vllm.media import Span, is_salted, spans_of
 from kvcanary.engines.vllm.quarantine import heal
 from kvcanary.engines.vllm.wire import (
     ATTRIBUTE,
+    NO_GROUP,
     Admitted,
     Blocks,
     Copied,
     Finished,
+    KnownIds,
     Preempted,
     Told,
     pack,
+    starts_of,
     take_wanted,
 )
 from kvcanary.errors import ConfigError
@@ -44,6 +49,11 @@ class SchedulerWatch:
         """group that got each block last"""
         self._asking = (-1, _NOBODY)
         """group and request that the pool works for at the moment"""
+
+    @property
+    def _drafts_ahead(self) -> bool:
+        """The scheduler counts on drafts that the device may have rejected: only the device knows how far rows are."""
+        return bool(self.scheduler.num_spec_tokens) and bool(self.scheduler.scheduler_config.async_scheduling)
 
     def begin(self) -> None:
         """Listen.
@@ -71,6 +81,8 @@ class SchedulerWatch:
         patches.wrap(self.scheduler, "_free_request", self._free_request)
         patches.wrap(self.scheduler, "update_from_output", self._update_from_output)
         patches.wrap(self.scheduler, "schedule", self._schedule)
+        free = [block for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is None]
+        self._told.append(Blocks("free", NO_GROUP, _NOBODY, tuple(_ids(free))))
 
     def end(self) -> None:
         """Take every hook out. Idempotent."""
@@ -84,19 +96,40 @@ class SchedulerWatch:
             before, self._told = self._told, []
             output = original(*args, **kwargs)
             # Blocks go to requests while these are scheduled, and a block's owner must be known by name first.
-            setattr(output, ATTRIBUTE, pack([*before, *self._admitted(output), *self._told]))
+            starts = starts_of(output)
+            told = [*before, *self._admitted(output, starts), *self._told, *self._known(output, starts)]
+            setattr(output, ATTRIBUTE, pack(told))
             self._told = []
             return output
 
         return schedule
 
-    def _admitted(self, output: Any) -> list[Told]:
+    def _admitted(self, output: Any, starts: dict[str, int]) -> list[Told]:
         cached = output.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        starts |= {name: start for name, start in known if name in cached.resumed_req_ids}
+        names = [new.req_id for new in output.scheduled_new_reqs]
+        names += [name for name in cached.req_ids if name in cached.resumed_req_ids]
+        found = [(name, self.scheduler.requests[name]) for name in names]
+        return [Admitted(name, starts[name], _identity(request), self._media(request)) for name, request in found]
+
+    def _known(self, output: Any, starts: dict[str, int]) -> list[Told]:
+        if self._drafts_ahead:
+            return []
         requests = self.scheduler.requests
-        return [Admitted(name, start, _identity(requests[name])) for name, start in starts.items()]
+        ids = (self._id_before(requests[name], starts[name]) for name in output.num_scheduled_tokens)
+        return [KnownIds(array("i", ids).tobytes())]
+
+    def _id_before(self, request: Any, start: int) -> int:
+        tokens = request.all_token_ids
+        # With asynchronous scheduling the newest tokens are not here yet.
+        if not 0 < start <= len(tokens) or request.prompt_embeds is not None:
+            return -1
+        if request.mm_features and is_salted(self._media(request), start - 1):
+            return -1
+        return int(tokens[start - 1])
+
+    def _media(self, request: Any) -> tuple[Span, ...]:
+        # An encoder's inputs are no part of the decoder's prompt.
+        return spans_of(request) if request.mm_features and not self.scheduler.is_encoder_decoder else ()
 
     def _update_from_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -259,9 +292,9 @@ def _ids(blocks: Iterable[Any]) -> list[int]:
 
 def _identity(request: Any) -> bytes:
     """What vLLM's block hashes separate equal tokens by, as far as it holds for the whole request."""
-    lora = request.lora_request.lora_name if request.lora_request is not None else ""
-    salt = request.cache_salt or ""
-    return f"{lora}\0{salt}".encode() if lora or salt else b""
+    lora, salt = request.lora_request, request.cache_salt or ""
+    adapter = f"{lora.lora_name}\0{lora.lora_path}" if lora is not None else ""
+    return f"{adapter}\0{salt}".encode() if adapter or salt else b""
 
 
 def _came_to_its_end(request: Any) -> bool:

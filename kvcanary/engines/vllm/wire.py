@@ -10,12 +10,17 @@ from typing import Any
 
 import msgspec
 
+from kvcanary.engines.vllm.media import Span
 from kvcanary.errors import ConfigError
 
 ATTRIBUTE = "kvcanary_facts"
 """of ``SchedulerOutput``: bytes of :func:`pack`"""
 WANTED = "kvcanary_wanted"
 """of ``ModelRunnerOutput``: bytes of :func:`pack_wanted`"""
+
+
+NO_GROUP = -1
+"""of :class:`Blocks` that no cache group has had so far"""
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,11 +45,24 @@ class Copied(_Told, frozen=True, array_like=True, gc=False, tag="copied"):
 
 
 class Admitted(_Told, frozen=True, array_like=True, gc=False, tag="admitted"):
-    """A request runs from this step on; the worker knows its tokens. ``start``: those whose KV exists already."""
+    """A request runs from this step on; the worker knows its tokens.
+
+    ``start``: those whose KV exists already. ``media``: see :data:`kvcanary.engines.vllm.media.Span`.
+    """
 
     request: str
     start: int
     identity: bytes
+    media: tuple[Span, ...] = ()
+
+
+class KnownIds(_Told, frozen=True, array_like=True, gc=False, tag="known"):
+    """The id before the first token that each request of the step computes, as the scheduler has it.
+
+    ``ids``: int32, in the order of the step's ``num_scheduled_tokens``; -1: no opinion.
+    """
+
+    ids: bytes
 
 
 class Preempted(_Told, frozen=True, array_like=True, gc=False, tag="preempted"):
@@ -77,7 +95,7 @@ class Withdrawn(_Told, frozen=True, array_like=True, gc=False, tag="withdrawn"):
     blocks: tuple[int, ...]
 
 
-Told = Blocks | Copied | Admitted | Preempted | Finished | Healed | Withdrawn
+Told = Blocks | Copied | Admitted | KnownIds | Preempted | Finished | Healed | Withdrawn
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -97,6 +115,13 @@ _DECODE_WANTED = msgspec.msgpack.Decoder(list[Wanted]).decode
 def pack(calls: list[Told]) -> bytes:
     """Calls as bytes; ``b""`` for none."""
     return _ENCODE(calls) if calls else b""
+
+
+def starts_of(scheduler_output: Any) -> dict[str, int]:
+    """The position of the first token that each request of a step computes, as the scheduler has it."""
+    cached = scheduler_output.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return starts | {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
 
 
 def take(message: Any) -> list[Told] | None:

@@ -14,7 +14,7 @@ from kvcanary.engines.base import Patches, unarmed_checks
 from kvcanary.engines.vllm import VllmAdapter
 from kvcanary.engines.vllm.layout import DRAFT_PART, Pool, make_pool
 from kvcanary.engines.vllm.replay import Replay
-from kvcanary.engines.vllm.rows import Rows
+from kvcanary.engines.vllm.rows import Known, Rows
 from kvcanary.engines.vllm.wire import WANTED, Wanted, pack_wanted, take
 from kvcanary.errors import ConfigError
 from kvcanary.events import Event
@@ -51,16 +51,29 @@ class WorkerWatch:
         self._step: AbstractContextManager[Canary] | None = None
         self._entered = False
         self._drafting = False
+        self._epoch = 0
+        self._new_weights = False
         self._wanted: deque[Wanted] = deque()  # an asynchronous output is asked for on a thread of its own
 
     # --- being attached -----------------------------------------------------------------------------------
 
-    def bind(self) -> None:
-        """Bind the canary to the runner's pool. Nothing is checked before :meth:`arm`.
+    def attach(self, wire: Callable[[], object]) -> None:
+        """Bind the canary to the runner's pool, and have ``wire`` hook the runner. Nothing is checked yet.
 
         Raises:
-            ConfigError: the pool cannot be watched.
+            ConfigError: the runner or its pool cannot be watched; the runner is left as it was.
         """
+        try:
+            self._bind()
+            wire()
+            # However they come: in place, from a trainer, or by a worker's method of one's own.
+            self.patches.after(self.runner, "reload_weights", self.weights_changed)
+            self.patches.after(self.runner.get_model(), "load_weights", self.weights_changed)
+        except BaseException:
+            self.end()
+            raise
+
+    def _bind(self) -> None:
         runner, config = self.runner, self.runner.vllm_config
         _refuse(config)
         self.patches.claim(runner)
@@ -76,7 +89,7 @@ class WorkerWatch:
                 kernel_tables=self._kernel_tables,
             )
             max_rows = 2 * int(runner.max_num_reqs) + _SPARE_ROWS
-            self.rows = Rows(int(runner.max_num_reqs), self.pool.layout.device)
+            self.rows = Rows(int(runner.max_num_reqs), int(runner.max_num_tokens), self.pool.layout.device)
             self.replay = Replay(self.canary, self.pool, max_rows)
             self.canary.bind(
                 self.pool.layout,
@@ -103,7 +116,35 @@ class WorkerWatch:
             self._bound = False
             self.canary.unbind()
 
+    def weights_changed(self, *_: Any, **__: Any) -> None:
+        """Weights of the worker's models were written. What comes before the next step counts as one update."""
+        self._new_weights = True
+
     # --- a step -------------------------------------------------------------------------------------------
+
+    def run_model(self, scheduler_output: Any, call: Callable[[], Any]) -> Any:
+        """What ``execute_model`` does, by ``call``: a step begins, and ends unless sampling follows."""
+        self.begin_step(scheduler_output)
+        output = self._guarded(call)
+        self.leave_model(more=self.runner.execute_model_state is not None)
+        return output
+
+    def sampling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The method that follows the model's, as a step's end."""
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = self._guarded(lambda: original(*args, **kwargs))
+            self.end_step()
+            return self.delivered(output)
+
+        return sample_tokens
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            self.end_step(error)
+            raise
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The step's facts, in order, then its first launch. In ``raise`` mode this is where an error surfaces."""
@@ -111,16 +152,19 @@ class WorkerWatch:
         told = take(scheduler_output)
         if not self.canary.armed:
             return
-        if told:
-            self.replay.apply(told, scheduler_output)
+        if self._new_weights:
+            self._new_weights = False
+            self._epoch += 1
+            self.canary.weights_updated(self._epoch)
+        self.replay.apply(told or (), scheduler_output)
         step = self.canary.step()
         step.__enter__()
         self._step = step
 
-    def enter(self, make: Callable[[Sequence[int]], ForwardBatch], requests: Sequence[str]) -> None:
-        """The forward's inputs are complete. ``make`` gets the rows of ``requests``."""
+    def enter(self, make: Callable[[Known], ForwardBatch], requests: Sequence[str]) -> None:
+        """The forward's inputs are complete. ``make`` gets what is known of ``requests``."""
         if self._step is not None:
-            self.canary.enter(make(self.replay.rows(requests)))
+            self.canary.enter(make(self.replay.known(requests)))
             self._entered = True
 
     def leave_model(self, *, more: bool) -> None:

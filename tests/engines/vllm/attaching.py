@@ -1,11 +1,11 @@
-"""What ``watch`` refuses, and what it leaves behind: an asynchronous engine on the earlier runner.
+"""An engine that nobody asked to watch, then what ``watch`` does to it, what it refuses, and what it leaves behind.
 
-``python -m tests.engines.vllm.attaching`` prints a JSON object.
+``python -m tests.engines.vllm.parts RUNNER attaching`` prints a JSON line.
 """
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +13,7 @@ import kvcanary
 from kvcanary.engines.base import find_adapter
 from kvcanary.errors import ConfigError
 from tests.engines.vllm import serving
-from tests.engines.vllm.clean import Mode, close, engine
+from tests.engines.vllm.clean import Mode, engine
 
 
 def _refusal(llm: Any, mode: str = "log") -> str:
@@ -26,20 +26,49 @@ def _refusal(llm: Any, mode: str = "log") -> str:
 
 def _objects(traffic: serving.Traffic) -> Iterator[Any]:
     manager = traffic.scheduler.kv_cache_manager
-    yield from (traffic.scheduler, traffic.runner, manager, manager.block_pool)
+    worker = traffic.core.model_executor.driver_worker.worker
+    yield from (traffic.scheduler, worker, traffic.runner, traffic.runner.get_model(), manager, manager.block_pool)
     yield from manager.coordinator.single_type_managers
 
 
-def main() -> None:
-    """Ask for what cannot be had."""
-    serving.start(runner=1, asynchronous=True)
-    llm = engine(Mode("attaching", runner=1, asynchronous=True))
+def _touched(traffic: serving.Traffic) -> list[str]:
+    """What vLLM's own call of the plugin has hooked, imported or left."""
+    found = [type(finder).__qualname__ for finder in sys.meta_path if "kvcanary" in type(finder).__module__]
+    found += [name for name in sys.modules if name == "kvcanary.engines.vllm.installation"]
+    marked = "_kvcanary_installed"
+    for one in (traffic.core, *_objects(traffic)):
+        for cls in type(one).__mro__:
+            found += [f"{cls.__qualname__}.{name}" for name, what in vars(cls).items() if hasattr(what, marked)]
+        found += [name for name in vars(one) if "kvcanary" in str(name)]
+    return found
+
+
+def _answers(llm: Any) -> list[list[int]]:
     traffic = serving.Traffic(llm)
+    names = traffic.add(serving.Prompts(3).take(3), max_tokens=6)
+    traffic.run()
+    traffic.reset()
+    return [traffic.answers[name] for name in names]
+
+
+def run_all(runner: int) -> Iterator[dict[str, Any]]:
+    """Ask for what cannot be had, too."""
+    with engine(Mode("attaching", runner=runner, asynchronous=True)) as llm:
+        yield _attach(llm)
+
+
+def _attach(llm: Any) -> dict[str, Any]:
+    traffic = serving.Traffic(llm)
+    told: dict[str, Any] = {
+        "plugin": "kvcanary.engines.vllm.plugin" in sys.modules,
+        "touched": _touched(traffic),
+    }
+    answers = _answers(llm)
     before = [set(vars(one)) for one in _objects(traffic)]
-    told: dict[str, Any] = {"quarantine": _refusal(llm, "quarantine")}
     with kvcanary.watch(llm, mode="log"):
         told["twice"] = _refusal(llm)
         during = [set(vars(one)) for one in _objects(traffic)]
+        told["same_watched"] = _answers(llm) == answers
     told["hooked"] = sum(len(now - then) for now, then in zip(during, before, strict=True))
     after = [set(vars(one)) for one in _objects(traffic)]
     told["left"] = sorted(str(name) for now, then in zip(after, before, strict=True) for name in now - then)
@@ -55,13 +84,6 @@ def main() -> None:
     version, vllm.version.__version__ = vllm.version.__version__, "0.34.1"
     told["version"] = _refusal(llm)
     vllm.version.__version__ = version
-    traffic.add([[5] * 20], max_tokens=3)
-    traffic.run()
-    told["serves_on"] = len(traffic.answers)
+    told["same_after"] = _answers(llm) == answers
     told["matches"] = find_adapter(llm).name
-    close(llm)
-    print(json.dumps(told))  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
+    return told

@@ -79,8 +79,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.TorchAttention")
-    if os.environ.get("TEST_VLLM_ASYNC") == "1":
-        _allow_async()
+    _allow_async()
 
 
 _LIBRARIES: list[Any] = []
@@ -97,15 +96,16 @@ def _gumbel(logits: Any, seeds: Any) -> Any:
 
 
 def _allow_async() -> None:
-    """The CPU platform switches asynchronous scheduling off; a forward on a CPU is done when it returns."""
+    """Where asked, allow what the CPU platform forbids, though a forward on a CPU is done when it returns."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, config: Any) -> None:
         check(cls, config)
-        config.scheduler_config.async_scheduling = True
-        config.scheduler_config.scheduler_cls = None
+        if os.environ.get("TEST_VLLM_ASYNC") == "1":
+            config.scheduler_config.async_scheduling = True
+            config.scheduler_config.scheduler_cls = None
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tests.engines.vllm import serving
-from tests.engines.vllm.clean import Mode, close, engine
+from tests.engines.vllm.clean import Mode, engine
 from tests.engines.vllm.faults import Injection
 
 
@@ -43,29 +44,24 @@ def serve(one: Injection, *, disturbed: bool) -> list[list[int]]:
     return [one.traffic.answers[name] for name in names]
 
 
-def main(runner: int) -> None:
+def run_all(runner: int) -> Iterator[dict[str, Any]]:
     """Serve undisturbed, then disturbed and watched."""
-    serving.start(runner=runner)
-    llm = engine(Mode("failed load", runner=runner, settings={"enable_prefix_caching": False}))
-    clean = serve(Injection(llm), disturbed=False)
-    one = Injection(llm)
-    with serving.watched(llm, scrub_mib_per_step=64.0) as (found, _):
-        disturbed = serve(one, disturbed=True)
-    close(llm)
-    print(  # noqa: T201
-        json.dumps(
-            {
-                "runner": runner,
-                "victim": one.victim,
-                "same_answers": disturbed == clean,
-                "kinds": dict(found.kinds),
-                "headlines": [incident.headline for incident in found.incidents],
-                "causes": [incident.likely_cause for incident in found.incidents],
-                "first": [str(event) for event in found.violations[:4]],
-            }
-        )
-    )
+    with engine(Mode("failed load", runner=runner, settings={"enable_prefix_caching": False})) as llm:
+        clean = serve(Injection(llm), disturbed=False)
+        one = Injection(llm)
+        with serving.watched(llm, scrub_mib_per_step=64.0) as (found, _):
+            disturbed = serve(one, disturbed=True)
+    yield {
+        "runner": runner,
+        "victim": one.victim,
+        "same_answers": disturbed == clean,
+        "kinds": dict(found.kinds),
+        "headlines": [incident.headline for incident in found.incidents],
+        "causes": [incident.likely_cause for incident in found.incidents],
+        "first": [str(event) for event in found.violations[:4]],
+    }
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serving.start(runner=int(sys.argv[1]))
+    print(json.dumps(next(run_all(int(sys.argv[1])))))  # noqa: T201

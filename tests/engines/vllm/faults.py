@@ -1,12 +1,11 @@
 """Faults planted into the real engine while it serves, each in a watch of its own on an engine that goes on.
 
-``python -m tests.engines.vllm.faults RUNNER`` prints a JSON line a fault: what one step found, and all that was found.
+``python -m tests.engines.vllm.parts RUNNER faults`` prints a JSON line a fault: what one step found, and all that was
+found.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.engines.vllm import serving
-from tests.engines.vllm.clean import Mode, close, engine
+from tests.engines.vllm.clean import Mode, engine
 
 
 @dataclass
@@ -146,6 +145,51 @@ def lost_draft_part(one: Injection) -> None:
     one.traffic.run(steps=3)
 
 
+def wrong_token(one: Injection) -> None:
+    """The newest token of the victim gets lost on its way from the sampler to the next forward."""
+    one.choose()
+    runner = one.traffic.runner
+    if hasattr(runner, "input_batch"):
+        row = runner.input_batch.req_id_to_index[one.victim]
+        runner.input_batch.token_ids_cpu[row, runner.input_batch.num_tokens_no_spec[row] - 1] ^= 1
+    else:
+        runner.req_states.last_sampled_tokens[runner.req_states.req_id_to_index[one.victim]] ^= 1
+    # The token goes in with the first step; in the second the scheduler is asked what it was.
+    one.traffic.run(steps=2)
+
+
+def other_salt(one: Injection) -> None:
+    """A request reads a block of another one with the same tokens, from which its cache salt separates it."""
+    prompt = serving.Prompts(7).take(1)[0] + list(range(10, 60))
+    for salt in ("a", "b"):
+        one.traffic.add([prompt], prefix=f"salt-{salt}", salt=salt)
+    one.traffic.run(steps=2)
+
+    def edit(batch: Batch) -> None:
+        row, other = (
+            next(place for place, name in enumerate(batch.requests) if name.startswith(f"salt-{salt}"))
+            for salt in ("a", "b")
+        )
+        one.victim = batch.requests[row]
+        batch.table[row, 1] = batch.table[other, 1]
+
+    with next_batch(one.traffic.runner, edit):
+        one.traffic.step()
+
+
+def unused_block(one: Injection) -> None:
+    """A table row leads to a block that nobody has been given since the watch began."""
+    one.choose(length=2)
+    blocks = one.manager.block_pool.blocks
+    free = next(block for block in reversed(blocks) if block.ref_cnt == 0 and block.block_hash is None)
+
+    def edit(batch: Batch) -> None:
+        batch.table[batch.requests.index(one.victim), 0] = free.block_id
+
+    with next_batch(one.traffic.runner, edit):
+        one.traffic.step()
+
+
 def dropped_write(one: Injection) -> None:
     """The first request's new token is written by no layer."""
     from tests.engines.vllm.attention import Attention
@@ -189,6 +233,9 @@ FAULTS = {
     "stale_slot_mapping": stale_slot_mapping,
     "flipped_bit": flipped_bit,
     "dropped_write": dropped_write,
+    "wrong_token": wrong_token,
+    "other_salt": other_salt,
+    "unused_block": unused_block,
 }
 
 
@@ -197,7 +244,7 @@ def inject(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     one = Injection(llm)
     # All sealed bytes are read again each step, and a suspicion needs a second look.
     with serving.watched(llm, scrub_mib_per_step=64.0, poison="sample") as (found, watch):
-        one.traffic.add(serving.Prompts(5).take(6), max_tokens=20)
+        one.traffic.add(serving.Prompts(5).take(6), max_tokens=14)
         one.traffic.run(steps=4)
         found.catch_up(watch.canary)
         before = list(found.violations)
@@ -217,9 +264,8 @@ def inject(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     }
 
 
-def main(runner: int) -> None:
+def run_all(runner: int) -> Iterator[dict[str, Any]]:
     """All faults on engines of one runner."""
-    serving.start(runner=runner)
     for mode, faults in (
         (Mode("faults", runner=runner), FAULTS),
         (Mode("draft", runner=runner, draft=True), {"lost_draft_part": lost_draft_part}),
@@ -230,11 +276,6 @@ def main(runner: int) -> None:
         # With prefix caching the engine stumbles over the block that it hands out twice before it is done.
         (Mode("no cache", runner=runner, settings={"enable_prefix_caching": False}), {"extra_free": extra_free}),
     ):
-        llm = engine(mode)
-        for fault in faults.values():
-            print(json.dumps(inject(llm, fault)), flush=True)  # noqa: T201
-        close(llm)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+        with engine(mode) as llm:
+            for fault in faults.values():
+                yield inject(llm, fault)

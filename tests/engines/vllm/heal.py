@@ -1,22 +1,20 @@
 """Quarantine on the real engine: a request that read a wrong block is computed anew, and answers as if nothing was.
 
-``python -m tests.engines.vllm.heal RUNNER [async]`` prints a JSON line a fault.
+``python -m tests.engines.vllm.parts RUNNER healed`` prints a JSON line a fault and kind of scheduling.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.engines.vllm import serving
-from tests.engines.vllm.clean import Mode, close, engine
+from tests.engines.vllm.clean import Mode, engine
 from tests.engines.vllm.faults import Injection, flipped_bit, stale_row
 
 
 def _serve(one: Injection, fault: Callable[[Injection], None] | None) -> dict[str, list[int]]:
-    names = one.traffic.add(serving.Prompts(5).take(6), max_tokens=20)
+    names = one.traffic.add(serving.Prompts(5).take(6), max_tokens=14)
     one.traffic.run(steps=4)
     if fault is not None:
         fault(one)
@@ -27,11 +25,8 @@ def _serve(one: Injection, fault: Callable[[Injection], None] | None) -> dict[st
     return answers
 
 
-def run(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
-    """Serve without a fault, then with one in quarantine, and compare the answers."""
-    clean = _serve(Injection(llm), None)
-    with serving.watched(llm, "log"):
-        broken = _serve(Injection(llm), fault)
+def _heal(llm: Any, clean: dict[str, list[int]], fault: Callable[[Injection], None]) -> dict[str, Any]:
+    """Serve with a fault in quarantine, and compare the answers with those without one."""
     one = Injection(llm)
     with serving.watched(llm, "quarantine", scrub_mib_per_step=64.0) as (found, watch):
         healed = _serve(one, fault)
@@ -39,7 +34,6 @@ def run(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     return {
         "fault": fault.__name__,
         "victim": one.victim,
-        "broken": [place for place in clean if broken[place] != clean[place]],
         "differs": [place for place in clean if healed[place] != clean[place]],
         "kinds": sorted(found.kinds),
         "quarantined": [[event.request, event.action, event.tokens_left] for event in found.quarantined],
@@ -49,14 +43,15 @@ def run(llm: Any, fault: Callable[[Injection], None]) -> dict[str, Any]:
     }
 
 
-def main(runner: int, asynchronous: bool) -> None:
-    """Faults on an engine of one runner."""
-    serving.start(runner=runner, asynchronous=asynchronous)
-    llm = engine(Mode("heal", runner=runner, asynchronous=asynchronous))
-    for fault in (stale_row, flipped_bit):
-        print(json.dumps(run(llm, fault)), flush=True)  # noqa: T201
-    close(llm)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), asynchronous="async" in sys.argv)
+def run_all(runner: int) -> Iterator[dict[str, Any]]:
+    """Faults on engines of one runner, with both kinds of scheduling."""
+    for asynchronous in (False, True):
+        name = f"{runner} async" if asynchronous else f"{runner}"
+        with engine(Mode("heal", runner=runner, asynchronous=asynchronous)) as llm:
+            clean = _serve(Injection(llm), None)
+            with serving.watched(llm, "log"):
+                broken = _serve(Injection(llm), stale_row)
+            differs = [place for place in clean if broken[place] != clean[place]]
+            yield {"engine": name, "fault": "none", "broken": differs}
+            for fault in (stale_row, flipped_bit):
+                yield {"engine": name, **_heal(llm, clean, fault)}

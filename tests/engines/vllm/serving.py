@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import threading
@@ -29,10 +30,25 @@ from kvcanary.events import (
     RequestQuarantined,
     SnapshotTaken,
     ViolationDetected,
+    WeightsUpdated,
     event_name,
 )
 from tests.engines.vllm import cpu
 
+Heard = (
+    ViolationDetected
+    | OwnershipViolated
+    | IncidentOpened
+    | SnapshotTaken
+    | RequestQuarantined
+    | PagesQuarantined
+    | FaultInjected
+    | PagesAllocated
+    | PagesFreed
+    | PrefixReused
+    | PrefixEvicted
+    | WeightsUpdated
+)
 VOCABULARY = 512
 DEADLINE_S = 10.0
 
@@ -113,6 +129,7 @@ class Found:
     incidents: list[IncidentOpened] = field(default_factory=list)
     quarantined: list[RequestQuarantined] = field(default_factory=list)
     withdrawn: list[PagesQuarantined] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
     last: SnapshotTaken | None = None
     facts: Counter[str] = field(default_factory=Counter)
     """page facts by the name of their event"""
@@ -158,25 +175,36 @@ def watched(llm: Any, mode: Mode = "log", **settings: Any) -> Iterator[tuple[Fou
     found = Found()
 
     @kvcanary.observer(queue=1 << 17)
-    def listen(
-        event: ViolationDetected
-        | OwnershipViolated
-        | IncidentOpened
-        | SnapshotTaken
-        | RequestQuarantined
-        | PagesQuarantined
-        | FaultInjected
-        | PagesAllocated
-        | PagesFreed
-        | PrefixReused
-        | PrefixEvicted,
-    ) -> None:
+    def listen(event: Heard) -> None:
         note(found, event)
 
     config = CanaryConfig(mode=mode, **{"scrub_mib_per_step": 0.25, "redact": False, **settings})
     with kvcanary.watch(llm, config=config, observers=[listen]) as watch:
         yield found, watch
         found.status = watch.status
+
+
+ENVIRONMENT = {
+    "KVCANARY_MODE": "log",
+    "KVCANARY_OBSERVERS": f"{__name__}:listen",
+    "KVCANARY_POISON": "sample",
+    "KVCANARY_SCRUB_MIB_PER_STEP": "0.25",
+    "KVCANARY_REDACT": "0",
+}
+"""The first watches every engine of a process, the second lets the process hear of it, the others look at more."""
+_LISTENING = [Found()]
+
+
+@kvcanary.observer(queue=1 << 17)
+def listen(event: Heard) -> None:
+    """Hear a watch that the environment began."""
+    note(_LISTENING[0], event)
+
+
+def listen_anew() -> Found:
+    """What :func:`listen` hears from now on."""
+    _LISTENING[0] = Found()
+    return _LISTENING[0]
 
 
 def note(found: Found, event: Event) -> None:
@@ -187,6 +215,8 @@ def note(found: Found, event: Event) -> None:
         found.last = event
     elif isinstance(event, PagesFact):
         found.facts[event_name(event)] += sum(run.count for run in event.runs)
+    elif isinstance(event, WeightsUpdated):
+        found.epochs.append(event.epoch)
     elif isinstance(event, IncidentOpened):
         found.incidents.append(event)
     elif isinstance(event, PagesQuarantined):
@@ -217,7 +247,13 @@ class Traffic:
         return self.core.model_executor.driver_worker.worker.model_runner
 
     def add(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 24, prefix: str = "r", **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 24,
+        prefix: str = "r",
+        salt: str | None = None,
+        **sampling: Any,
     ) -> list[str]:
         """Queue prompts; returns their names."""
         from vllm import SamplingParams, TokensPrompt
@@ -228,7 +264,10 @@ class Traffic:
             parameters = SamplingParams(
                 max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, **sampling
             )
-            self.engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), parameters)
+            given = TokensPrompt(prompt_token_ids=list(prompt))
+            if salt is not None:
+                given["cache_salt"] = salt
+            self.engine.add_request(name, given, parameters)
         return names
 
     def step(self) -> None:
@@ -254,7 +293,5 @@ class Traffic:
 
 def start(*, runner: int = 2, asynchronous: bool = False) -> None:
     """Prepare this process; call before vLLM is imported."""
-    import os
-
     os.environ.update(cpu.environ(runner=runner, asynchronous=asynchronous))
     cpu.register()

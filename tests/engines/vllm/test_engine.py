@@ -1,7 +1,7 @@
 """The adapter on the released engine: clean runs in silence, faults by their names, quarantine that heals.
 
-Each program runs in a process of its own, because vLLM's CPU runner replaces parts of torch. Programs of the two model
-runners run beside each other.
+Programs run in processes of their own, because vLLM's CPU runner replaces parts of torch: one for clean traffic and one
+for all the rest, each once a model runner and both at the same time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from tests.engines.vllm import processes
 from tests.engines.vllm.clean import MODES
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+# Twenty times what the longest program takes on a quiet machine.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2000)]
 
 FOLDER = Path(__file__).parents[3]
 RUNNERS = (1, 2)
-DEADLINE_S = 800
+PARTS = ("attaching", "weights", "faults", "healed", "failed_load")
+"""Fixtures that have a part of the same name"""
+DEADLINE_S = 1800
 ENOUGH = 250_000
 """positions that the clean runs verify together, at least"""
 
@@ -56,10 +59,25 @@ def _without_kvcanary() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("KVCANARY_")}
 
 
-def both(module: str) -> dict[int, list[dict[str, Any]]]:
+def both(module: str, *arguments: str) -> dict[int, list[dict[str, Any]]]:
     """A program on both runners at the same time."""
-    programs = {runner: Program(module, str(runner)) for runner in RUNNERS}
+    programs = {runner: Program(module, str(runner), *arguments) for runner in RUNNERS}
     return {runner: program.lines() for runner, program in programs.items()}
+
+
+@pytest.fixture(scope="module")
+def parts(request: pytest.FixtureRequest) -> dict[int, list[dict[str, Any]]]:
+    """What :mod:`tests.engines.vllm.parts` says of the parts that the chosen tests ask for."""
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    return both("parts", *(name for name in PARTS if name in asked))
+
+
+def part(parts: dict[int, list[dict[str, Any]]], name: str) -> dict[int, list[dict[str, Any]]]:
+    """The lines of one part, by runner."""
+    lines = {runner: [line for line in parts[runner] if line["part"] == name] for runner in RUNNERS}
+    failed = [f"runner {runner}: {line['failed']}" for runner in RUNNERS for line in lines[runner] if "failed" in line]
+    assert not failed, "\n".join(failed)
+    return lines
 
 
 # --- clean runs ---------------------------------------------------------------------------------------------
@@ -67,7 +85,13 @@ def both(module: str) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def clean() -> dict[str, dict[str, Any]]:
+    """By mode; watched by vLLM's own plugin entry point and the environment."""
     return {line["mode"]: line for lines in both("clean").values() for line in lines}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_engine_runs_in_the_mode_that_was_asked_for(clean: dict[str, dict[str, Any]], mode: Any) -> None:
+    assert clean[mode.name]["asynchronous"] is mode.asynchronous
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -108,6 +132,9 @@ SOON = {
     "stale_slot_mapping": {"TABLE_MISMATCH"},
     "flipped_bit": {"CONTENT"},
     "dropped_write": {"WRITE_MISSING"},
+    "wrong_token": {"INPUT_TOKEN"},
+    "other_salt": {"DIGEST"},
+    "unused_block": {"UNWRITTEN"},
     "lost_draft_part": {"CONTENT"},
     "window_freed_early": {"WINDOW_FREED_EARLY"},
     "extra_free": {"WRITE_FOREIGN", "UNWRITTEN"},
@@ -116,8 +143,8 @@ SOON = {
 
 
 @pytest.fixture(scope="module")
-def faults() -> dict[int, dict[str, dict[str, Any]]]:
-    return {runner: {line["fault"]: line for line in lines} for runner, lines in both("faults").items()}
+def faults(parts: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, dict[str, Any]]]:
+    return {runner: {line["fault"]: line for line in lines} for runner, lines in part(parts, "faults").items()}
 
 
 @pytest.mark.parametrize("fault", SOON)
@@ -144,13 +171,17 @@ def test_a_block_that_was_freed_once_too_often_is_a_double_free_in_the_end(
 # --- quarantine ---------------------------------------------------------------------------------------------
 
 
+ENGINES = [f"{runner}{scheduling}" for runner in RUNNERS for scheduling in ("", " async")]
+
+
 @pytest.fixture(scope="module")
-def healed() -> dict[str, dict[str, dict[str, Any]]]:
-    programs = {name: Program("heal", *name.split()) for name in ("1", "2", "2 async")}
-    return {name: {line["fault"]: line for line in program.lines()} for name, program in programs.items()}
+def healed(parts: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By engine and fault."""
+    lines = [line for lines in part(parts, "healed").values() for line in lines]
+    return {name: {line["fault"]: line for line in lines if line["engine"] == name} for name in ENGINES}
 
 
-@pytest.mark.parametrize("engine", ["1", "2", "2 async"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", ["stale_row", "flipped_bit"])
 def test_a_quarantined_request_answers_as_if_nothing_had_been(
     healed: dict[str, dict[str, Any]], engine: str, fault: str
@@ -162,66 +193,97 @@ def test_a_quarantined_request_answers_as_if_nothing_had_been(
     assert line["error"] is None
 
 
-@pytest.mark.parametrize("engine", ["1", "2", "2 async"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_without_quarantine_the_stale_row_changes_an_answer(healed: dict[str, dict[str, Any]], engine: str) -> None:
-    assert healed[engine]["stale_row"]["broken"]
+    assert healed[engine]["none"]["broken"]
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights(parts: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, dict[str, Any]]]:
+    return {runner: {line["way"]: line for line in lines} for runner, lines in part(parts, "weights").items()}
+
+
+@pytest.mark.parametrize("way", ["in_place", "by_the_model"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_prefix_that_older_weights_made_is_found_when_it_is_used(
+    weights: dict[int, dict[str, Any]], runner: int, way: str
+) -> None:
+    assert weights[runner][way]["kept"] == ["STALE_EPOCH"]
+    assert weights[runner][way]["dropped"] == []
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_weights_that_come_in_pieces_are_one_update(weights: dict[int, dict[str, Any]], runner: int) -> None:
+    assert weights[runner]["by_the_model"]["epochs"] == [1]
 
 
 # --- attaching ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def attaching() -> dict[str, Any]:
-    (line,) = Program("attaching").lines()
-    return line
+def attaching(parts: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    return {runner: line for runner, (line,) in part(parts, "attaching").items()}
 
 
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("quarantine", "VLLM_USE_V2_MODEL_RUNNER=1"),
         ("twice", "watched by another canary already"),
         ("renamed", "scheduler._preempt_request"),
         ("version", ">=0.33,<0.34"),
     ],
 )
-def test_what_cannot_be_watched_is_refused_with_a_reason(attaching: dict[str, Any], what: str, expected: str) -> None:
-    assert expected in attaching[what]
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_cannot_be_watched_is_refused_with_a_reason(
+    attaching: dict[int, dict[str, Any]], runner: int, what: str, expected: str
+) -> None:
+    assert expected in attaching[runner][what]
 
 
-def test_a_watch_leaves_no_trace_on_the_engine(attaching: dict[str, Any]) -> None:
-    assert attaching["hooked"] > 15
-    assert attaching["left"] == []
-    assert attaching["serves_on"] == 1
-    assert attaching["matches"] == "vllm"
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_watch_leaves_no_trace_on_the_engine(attaching: dict[int, dict[str, Any]], runner: int) -> None:
+    line = attaching[runner]
+    assert line["hooked"] > 15
+    assert line["left"] == []
+    assert line["same_after"]
+    assert line["matches"] == "vllm"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_watched_engine_answers_as_if_nobody_watched(attaching: dict[int, dict[str, Any]], runner: int) -> None:
+    assert attaching[runner]["same_watched"]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_plugin_that_is_merely_installed_touches_nothing(attaching: dict[int, dict[str, Any]], runner: int) -> None:
+    line = attaching[runner]
+    assert line["plugin"]  # vLLM called it
+    assert line["touched"] == []
 
 
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def _separate(folder: Path, runner: int, **environ: str) -> Program:
-    return Program("processes", environ={**processes.environ(folder, runner=runner), **environ})
-
-
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """By mode: what the front process said, and the events of all processes."""
-    folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("log", "off")}
-    observers = "tests.engines.vllm.listener:record"
-    programs = {
-        "log": _separate(folders["log"], 1, KVCANARY_MODE="log", KVCANARY_OBSERVERS=observers),
-        "off": _separate(folders["off"], 2),
-    }
-    answers = {mode: program.lines()[0] for mode, program in programs.items()}
-    return {mode: (answers[mode], _events(folder)) for mode, folder in folders.items()}
+def separate(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the front process said, and the events of all processes."""
+    folder = tmp_path_factory.mktemp("processes")
+    watched = {"KVCANARY_MODE": "log", "KVCANARY_OBSERVERS": "tests.engines.vllm.listener:record"}
+    (answer,) = Program("processes", environ={**processes.environ(folder, runner=1), **watched}).lines()
+    return answer, _events(folder)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(separate: dict[str, Any]) -> None:
-    answer, events = separate["log"]
+def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    answer, events = separate
     kinds = [event["type"] for event in events]
     assert answer["answers"] == 16
     assert kinds.count("run.started") == 1
@@ -233,22 +295,28 @@ def test_the_environment_alone_watches_an_engine_in_processes_of_its_own(separat
     assert not any(sum(groups.values()) for groups in last["unverified"].values())
 
 
-def test_a_process_that_runs_no_model_imports_no_runner(separate: dict[str, Any]) -> None:
-    assert separate["log"][0]["runners"] == []
+def test_the_last_event_of_a_worker_is_heard_when_the_engine_shuts_down(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    assert separate[1][-1]["type"] == "run.stopped"
 
 
-def test_an_installed_kvcanary_does_nothing_unless_it_is_asked(separate: dict[str, Any]) -> None:
-    answer, events = separate["off"]
-    assert answer["answers"] == 16
-    assert events == []
+def test_a_process_that_runs_no_model_imports_no_runner(
+    separate: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    assert separate[0]["runners"] == []
 
 
 # --- a suspected fault of the engine ------------------------------------------------------------------------
 
 
-def test_the_new_runner_writes_into_the_null_block_after_a_failed_load() -> None:
-    lines = {runner: line for runner, (line,) in both("failed_load").items()}
-    assert lines[1]["kinds"] == {}
-    assert lines[1]["same_answers"]
-    assert {"WRITE_FOREIGN", "TABLE_MISMATCH"} <= set(lines[2]["kinds"])
-    assert not lines[2]["same_answers"]
+@pytest.fixture(scope="module")
+def failed_load(parts: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    return {runner: line for runner, (line,) in part(parts, "failed_load").items()}
+
+
+def test_the_new_runner_writes_into_the_null_block_after_a_failed_load(failed_load: dict[int, dict[str, Any]]) -> None:
+    assert failed_load[1]["kinds"] == {}
+    assert failed_load[1]["same_answers"]
+    assert {"WRITE_FOREIGN", "TABLE_MISMATCH"} <= set(failed_load[2]["kinds"])
+    assert not failed_load[2]["same_answers"]

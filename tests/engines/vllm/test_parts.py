@@ -19,15 +19,18 @@ from kvcanary.config import CanaryConfig
 from kvcanary.engines.base import find_adapter
 from kvcanary.engines.vllm.contract import check, check_version
 from kvcanary.engines.vllm.installation import _Finder
-from kvcanary.engines.vllm.layout import DRAFT_PART
-from kvcanary.engines.vllm.rows import Rows
+from kvcanary.engines.vllm.layout import DRAFT_PART, CoveredGroup, Pool
+from kvcanary.engines.vllm.replay import Replay
+from kvcanary.engines.vllm.rows import Known, Rows
 from kvcanary.engines.vllm.wire import (
     ATTRIBUTE,
+    NO_GROUP,
     Admitted,
     Blocks,
     Copied,
     Finished,
     Healed,
+    KnownIds,
     Preempted,
     Told,
     Wanted,
@@ -39,7 +42,9 @@ from kvcanary.engines.vllm.wire import (
 )
 from kvcanary.engines.vllm.worker import WorkerWatch
 from kvcanary.errors import BatchError, ConfigError
-from kvcanary.layout import AttentionGroup, KVSource, PoolLayout
+from kvcanary.events import OwnershipViolated, PagesFreed
+from kvcanary.layout import Arena, AttentionGroup, KVSource, PoolLayout
+from kvcanary.testing import EventRecorder, assert_violation
 
 _HEAVY = ("torch", "numpy", "msgspec", "vllm", "kvcanary.config", "kvcanary.canary", "kvcanary.engines.base")
 
@@ -61,6 +66,25 @@ def test_the_plugin_imports_nothing_while_the_mode_is_off(mode: str | None) -> N
     imported, finders = done.stdout.splitlines()
     assert json.loads(imported) == []
     assert finders == "0"
+
+
+def test_the_plugin_costs_a_process_nothing_while_the_mode_is_off() -> None:
+    """As vLLM finds and calls it. Its own start takes ten seconds, so a tenth of one is noise."""
+    program = (
+        "import importlib.metadata, json, sys, time\n"
+        "(entry,) = importlib.metadata.entry_points(group='vllm.general_plugins', name='kvcanary')\n"
+        "before, began = set(sys.modules), time.perf_counter()\n"
+        "entry.load()()\n"
+        "print(time.perf_counter() - began)\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))\n"
+    )
+    environ = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    assert min(float(run.stdout.splitlines()[0]) for run in runs) < 0.1
+    assert {run.stdout.splitlines()[1] for run in runs} == {'["__future__", "kvcanary"]'}
 
 
 def test_a_class_is_patched_when_somebody_else_imports_its_module(
@@ -86,7 +110,8 @@ def test_what_the_scheduler_told_arrives_in_order() -> None:
     told: list[Told] = [
         Preempted("a"),
         Blocks("free", 0, "", (3, 4)),
-        Admitted("b", 32, b"adapter"),
+        Admitted("b", 32, b"adapter", ((2, 6, -5),)),
+        KnownIds(b"\x07\0\0\0"),
         Blocks("alloc", 1, "b", (3,)),
         Copied(0, (1,), (2,)),
         Finished("c", (1, 2, 3)),
@@ -141,6 +166,49 @@ def test_an_engine_whose_scheduler_is_elsewhere_says_how_to_watch_it() -> None:
     assert find_adapter(vllm()).name == "vllm"
 
 
+# --- groups that are not covered ----------------------------------------------------------------------------
+
+
+def _hybrid() -> tuple[Replay, Canary, EventRecorder]:
+    """Two covered groups and one that is not, over the same bytes, each with a different size of page."""
+    pool = torch.randn(8, 4, 3)
+    sources = [KVSource.from_view("layer", pool.view(8 * split, 4 // split, 3), layer=0) for split in (1, 2)]
+    groups = tuple(
+        AttentionGroup(f"full.{i}", "full", 32, 4 // split, (source,), arena=Arena("pool", split))
+        for i, (split, source) in enumerate(zip((1, 2), sources, strict=True))
+    )
+    layout, events = PoolLayout(groups), EventRecorder()
+    canary = Canary(CanaryConfig(mode="log", scrub_mib_per_step=0), observers=[events]).start()
+    canary.bind(layout, max_tokens=16, max_batch_rows=4, max_rows=4)
+    canary.arm()
+    covered = tuple(CoveredGroup(i, f"full.{i}", split) for i, split in enumerate((1, 2)))
+    return Replay(canary, Pool(layout, covered, frozenset({2}), draft=False), 4), canary, events
+
+
+def _tell(replay: Replay, canary: Canary, *told: Told) -> None:
+    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[], all_token_ids={})
+    replay.apply(told, SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}))
+    with canary.step():
+        pass
+
+
+def test_blocks_of_a_group_that_is_not_covered_come_and_go_in_silence() -> None:
+    replay, canary, events = _hybrid()
+    for _ in range(2):
+        _tell(replay, canary, Blocks("alloc", 2, "a", (3, 4)), Blocks("free", 2, "", (3, 4)))
+    canary.stop()
+    assert [event for event in events if isinstance(event, OwnershipViolated)] == []
+    assert [event.runs[0].count for event in events if isinstance(event, PagesFreed)] == [2, 2]
+
+
+def test_a_block_that_was_free_when_the_watch_began_is_free_to_the_ledger() -> None:
+    replay, canary, events = _hybrid()
+    _tell(replay, canary, Blocks("free", NO_GROUP, "", (3, 4)))
+    _tell(replay, canary, Blocks("free", 0, "", (3,)))
+    canary.stop()
+    assert_violation(events, kind="DOUBLE_FREE")
+
+
 # --- drafts -------------------------------------------------------------------------------------------------
 
 
@@ -159,8 +227,8 @@ def canary() -> Any:
 
 
 def _batch(canary: Canary, *, tokens: int) -> ForwardBatch:
-    return Rows(4, torch.device("cpu")).batch(
-        [canary.admit("a", tokens=(), start=0), canary.admit("b", tokens=(), start=0)],
+    return Rows(4, 16, torch.device("cpu")).batch(
+        Known([canary.admit("a", tokens=(), start=0), canary.admit("b", tokens=(), start=0)], [-1, -1]),
         input_ids=torch.arange(2 * tokens),
         positions=torch.arange(2 * tokens) % tokens,
         query_start_loc=torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32),
@@ -217,9 +285,9 @@ def test_health_sees_the_seals_of_both_parts(canary: Canary) -> None:
 
 
 def test_context_lengths_follow_the_device() -> None:
-    rows = Rows(4, torch.device("cpu"))
+    rows = Rows(4, 16, torch.device("cpu"))
     batch = rows.batch(
-        [2, -1],
+        Known([2, -1], [7, -1]),
         input_ids=torch.zeros(5, dtype=torch.int32),
         positions=torch.zeros(5, dtype=torch.int64),
         query_start_loc=torch.tensor([0, 1, 5], dtype=torch.int32),
@@ -229,5 +297,8 @@ def test_context_lengths_follow_the_device() -> None:
     )
     assert batch.context_lens.tolist() == [8, 2]
     assert batch.request_rows.tolist() == [2, -1]
+    assert batch.last_ids is not None
+    assert batch.last_ids.tolist() == [7, -1]
+    assert batch.token_salts is None
     assert isinstance(batch.groups, tuple)
     assert not any(isinstance(group, GroupBatch) for group in batch.groups)
