@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ import torch
 from kvcanary.engines.base import Patches
 from kvcanary.engines.sglang.allocator import AllocatorWatch, Ear, Method
 from kvcanary.engines.sglang.batches import Batches
-from kvcanary.engines.sglang.contract import check_allocator, check_scheduler, check_version
+from kvcanary.engines.sglang.contract import check_allocator, check_drafts, check_scheduler, check_version
+from kvcanary.engines.sglang.drafts import DraftWatch, find_draft
 from kvcanary.engines.sglang.pools import Space, find_spaces, make_layout
 from kvcanary.engines.sglang.quarantine import Healer, check_quarantine
 from kvcanary.engines.sglang.requests import Requests
@@ -115,10 +117,14 @@ class _SchedulerWatch:
         spaces, uncovered = find_spaces(runner, scheduler.token_to_kv_pool_allocator)
         for space in spaces:
             check_allocator(space.allocator, self._version)
+        draft, gap = find_draft(scheduler, spaces[0])
+        if draft is not None:
+            check_drafts(scheduler.draft_worker, self._version)
+            spaces[0] = replace(spaces[0], draft=draft)
         parallel = get_parallel()
         # Tensors of the canary are used inside and outside of inference mode.
         with torch.inference_mode(mode=False):
-            layout = make_layout(spaces, uncovered + _beside(scheduler), int(parallel.attn_tp_rank))
+            layout = make_layout(spaces, uncovered + _beside(scheduler, gap), int(parallel.attn_tp_rank))
             idle = bool(scheduler.is_fully_idle())
             if idle:
                 with torch.no_grad():
@@ -156,6 +162,7 @@ class _SchedulerWatch:
                 },
             )
             self._bound = True
+            self._drafts = DraftWatch(canary) if draft is not None else None
             canary.arm()
         self._hook(spaces, runner)
 
@@ -178,6 +185,8 @@ class _SchedulerWatch:
             self._healer.wire(patches)
         patches.wrap(scheduler, "record_weight_version_change", self._weights)
         patches.wrap(scheduler, "run_batch", self._run_batch)
+        if self._drafts is not None:
+            self._drafts.wire(patches, scheduler.draft_worker)
         patches.wrap(runner, "forward", self._forward)
 
     # --- the forward --------------------------------------------------------------------------------------
@@ -197,18 +206,29 @@ class _SchedulerWatch:
             batch, mode = self._batch, forward_batch.forward_mode
             if batch is None or mode.is_idle() or mode.is_prebuilt() or not forward_batch.batch_size:
                 return original(forward_batch, *args, **kwargs)
-            canary = self._canary
             if not self._watchable(len(batch.reqs), forward_batch.batch_size):
                 return original(forward_batch, *args, **kwargs)
             self._batches.fill(batch, forward_batch)
-            with canary.step():
-                canary.enter(self._batches.make(forward_batch))
-                result = original(forward_batch, *args, **kwargs)
-                canary.leave()
+            result = self._checked(forward_batch, lambda: original(forward_batch, *args, **kwargs))
             self._ear.forward()
             return result
 
         return forward
+
+    def _checked(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
+        canary, drafts = self._canary, self._drafts
+        rest = None if drafts is None else drafts.rest
+        if drafts is None or rest is None:
+            with canary.step():
+                canary.enter(self._batches.make(forward_batch))
+                result = run()
+                canary.leave()
+            return result
+        rest.enter_context(canary.step())
+        canary.enter(self._batches.make(forward_batch))
+        result = run()
+        drafts.model_done(rest, forward_batch.input_ids.shape[0])
+        return result
 
     def _watchable(self, requests: int, rows: int) -> bool:
         """Whether every row of the batch is a request's; otherwise checking pauses until that is so again.
@@ -270,11 +290,9 @@ def _max_tokens(scheduler: Any, runner: Any, rows: int, slots: int) -> int:
     return min(prefill, slots) + rows * drafts
 
 
-def _beside(scheduler: Any) -> list[str]:
-    """What this engine has and no source covers."""
-    found: list[str] = []
-    if scheduler.draft_worker is not None:
-        found.append(f"the KV of the draft model ({scheduler.spec_algorithm.name})")
+def _beside(scheduler: Any, gap: str) -> list[str]:
+    """What this engine has and no source covers; ``gap``: of the draft model."""
+    found = [gap] if gap else []
     if scheduler.disaggregation_mode.value == "prefill":
         found.append("KV on its way to decode instances")
     return found

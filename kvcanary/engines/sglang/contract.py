@@ -58,6 +58,12 @@ _PAGES: Names = {
     "merge_and_sort_free": (),
     "_release_page_ids": ("page_ids",),
 }
+_DRAFTS: Names = {
+    "forward_batch_generation": ("batch",),
+    "draft_worker.draft_runner.token_to_kv_pool": None,
+    "draft_worker._draft_extend_for_prefill": ("batch", "target_hidden_states"),
+    "draft_worker._draft_extend_for_decode": ("batch", "batch_result"),
+}
 _FORWARD_FIELDS = (
     "forward_mode",
     "batch_size",
@@ -104,6 +110,11 @@ def check_scheduler(scheduler: Any, version: str) -> None:
     missing += [f"Req.{name}" for name in _REQUEST if name not in arguments]
     missing += [f"Req.{name}()" for name in _REQUEST_METHODS if not callable(getattr(Req, name, None))]
     _refuse(missing, version)
+
+
+def check_drafts(worker: Any, version: str) -> None:
+    """Raises ConfigError when a worker that drafts lacks something that the adapter uses."""
+    _refuse(find_missing(worker, _DRAFTS, type(worker).__name__), version)
 
 
 def check_allocator(allocator: Any, version: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvcanary.engines.sglang.pools import Space
+from kvcanary.engines.sglang.pools import DRAFT_PART, Space
 from kvcanary.errors import ConfigError
-from kvcanary.layout import KVSource, PoolLayout
+from kvcanary.layout import DEFAULT_PART, AttentionGroup, KVSource, PoolLayout
 
 _WRITABLE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
 """Pools that take keys and values as the model makes them; the others are written by kernels of one back end."""
@@ -23,25 +23,29 @@ def write_sentinels(spaces: list[Space], layout: PoolLayout) -> None:
         ConfigError: the sources do not show what SGLang wrote.
     """
     for space, group in zip(spaces, layout.groups, strict=True):
-        if type(space.pool).__name__ not in _WRITABLE or getattr(space.pool, "is_quantized_kv_cache", False):
-            continue
-        places = [place for source in group.sources for place in token_bytes(source, 0)]
-        names = [(source.name, source.layer) for source in group.sources for _ in source.runs]
-        saved = [place.clone() for place in places]
-        layers = sorted({source.layer for source in group.sources})
-        for number, layer in enumerate(layers):
-            before = [place.clone() for place in places]
-            _write(space.pool, int(space.pool.start_layer or 0) + number, layout.device)
-            changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
-            wrong = [name for (name, at), moved in zip(names, changed, strict=True) if moved != (at == layer)]
-            if wrong:
-                raise ConfigError(
-                    f"a token written through {type(space.pool).__name__}.set_kv_buffer to layer {layer} of group "
-                    f"{space.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. This "
-                    "release lays its cache out in another way; use a known release or a newer kvcanary"
-                )
-        for place, old in zip(places, saved, strict=True):
-            place.copy_(old)
+        for pool, part in ((space.pool, DEFAULT_PART), (space.draft, DRAFT_PART)):
+            if type(pool).__name__ in _WRITABLE and not getattr(pool, "is_quantized_kv_cache", False):
+                _try(pool, group, part, layout.device)
+
+
+def _try(pool: Any, group: AttentionGroup, part: str, device: torch.device) -> None:
+    places = [place for source in group.sources for place in token_bytes(source, 0)]
+    names = [(source.name, source.layer, source.part) for source in group.sources for _ in source.runs]
+    saved = [place.clone() for place in places]
+    layers = sorted({source.layer for source in group.sources if source.part == part})
+    for number, layer in enumerate(layers):
+        before = [place.clone() for place in places]
+        _write(pool, int(pool.start_layer or 0) + number, device)
+        changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
+        wrong = [name for (name, *at), moved in zip(names, changed, strict=True) if moved != (at == [layer, part])]
+        if wrong:
+            raise ConfigError(
+                f"a token written through {type(pool).__name__}.set_kv_buffer to layer {layer} of the {part} model's "
+                f"part of group {group.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. "
+                "This release lays its cache out in another way; use a known release or a newer kvcanary"
+            )
+    for place, old in zip(places, saved, strict=True):
+        place.copy_(old)
 
 
 def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:

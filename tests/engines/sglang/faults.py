@@ -26,8 +26,9 @@ class Fault:
 class Injection:
     """One fault in one run."""
 
-    def __init__(self, rig: Rig, fault: str) -> None:
+    def __init__(self, rig: Rig, fault: str, turns: int = _TURN) -> None:
         self.rig = rig
+        self._turns = turns
         self.fault = FAULTS[fault]
         self.victims: list[str] = []
         self.forward = -1
@@ -78,7 +79,7 @@ class Injection:
         return {"victims": self.victims, "planted": self.forward}
 
     def _due(self, decoding: bool) -> bool:
-        return self.forward < 0 and decoding and self.rig.turns - self._began >= _TURN and len(self.running) >= 3
+        return self.forward < 0 and decoding and self.rig.turns - self._began >= self._turns and len(self.running) >= 3
 
     def _plant(self) -> None:
         self.forward = self._canary.next_forward
@@ -142,6 +143,15 @@ def _flipped_bit(at: Injection) -> list[Any]:
     return [victim]
 
 
+def _lost_draft(at: Injection) -> list[Any]:
+    """The draft model's part of a token goes back to what it was before it was written."""
+    victim = at.running[1]
+    pool = at.rig.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[at.slots(victim, 20, 21)] = 0
+    return [victim]
+
+
 def _window_freed(at: Injection) -> list[Any]:
     victim = at.running[0]
     length = len(victim.origin_input_ids) + len(victim.output_ids)
@@ -168,7 +178,8 @@ FAULTS: dict[str, Fault] = {
     "stale_mapping": Fault(_stale_mapping, frozenset({"tokens", "pages"}), early=True),
     "wrong_token": Fault(_wrong_token, frozenset({"tokens"}), early=True),
     "shifted_position": Fault(_shifted_position, frozenset({"tokens"}), early=True),
-    "flipped_bit": Fault(_flipped_bit, _ALL),
+    "flipped_bit": Fault(_flipped_bit, _ALL | {"drafts"}),
+    "lost_draft": Fault(_lost_draft, frozenset({"drafts"})),
     "moved_slot": Fault(_moved_slot, frozenset({"tokens"})),
     "window_freed": Fault(_window_freed, frozenset({"window"})),
 }

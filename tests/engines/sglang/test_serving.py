@@ -43,10 +43,17 @@ def test_window_layers_are_checked_through_their_own_slots(served: Served) -> No
     assert clean["unverified"]["out_of_window"]["swa"] > 10_000
 
 
-def test_rounds_of_drafts_are_verified_and_the_draft_model_is_listed_as_uncovered(served: Served) -> None:
-    clean = served("drafts")["clean"]
-    assert clean["verified"]["links"]["full"] > 50
-    assert clean["uncovered"] == ["the KV of the draft model (STANDALONE)"]
+def test_rounds_of_drafts_are_verified_with_the_draft_models_own_part(served: Served) -> None:
+    drafts, tokens = served("drafts")["clean"], served("tokens")["clean"]
+    assert drafts["verified"]["links"]["full"] > 50
+    assert drafts["uncovered"] == []
+    assert (drafts["parts"], tokens["parts"]) == ([["target", "draft"]], [["target"]])
+
+
+def test_a_lost_draft_part_is_told_from_the_target_model(served: Served) -> None:
+    faults = served("drafts")["faults"]
+    assert {v["part"] for v in faults["lost_draft"]["violations"]} == {"draft"}
+    assert {v["part"] for v in faults["flipped_bit"]["violations"]} == {"target"}
 
 
 def test_checks_without_facts_are_told_as_unarmed(served: Served) -> None:
@@ -76,6 +83,8 @@ def test_checks_without_facts_are_told_as_unarmed(served: Served) -> None:
         ("window", "stale_entry", "DIGEST", 0),
         ("window", "flipped_bit", "CONTENT", 2),
         ("window", "window_freed", "WINDOW", 0),
+        ("drafts", "flipped_bit", "CONTENT", 2),
+        ("drafts", "lost_draft", "CONTENT", 2),
     ],
 )
 def test_a_planted_fault_is_named_with_its_request(
