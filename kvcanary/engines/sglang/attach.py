@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ from kvcanary.engines.sglang.allocator import AllocatorWatch, Ear, Method
 from kvcanary.engines.sglang.batches import Batches
 from kvcanary.engines.sglang.contract import check_allocator, check_drafts, check_scheduler, check_version
 from kvcanary.engines.sglang.drafts import DraftWatch, find_draft
+from kvcanary.engines.sglang.late import LateLedger
 from kvcanary.engines.sglang.pools import Space, find_spaces, make_layout
+from kvcanary.engines.sglang.prefixes import TreeWatch, unknown_tree
 from kvcanary.engines.sglang.quarantine import Healer, check_quarantine
 from kvcanary.engines.sglang.requests import Requests
 from kvcanary.engines.sglang.sentinel import write_sentinels
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcanary")
 _UNARMED = {
     "WINDOW_FREED_EARLY": "slot numbers stay on the device; a window slot that is freed early is found as WINDOW",
-    "STALE_EPOCH": "slot numbers stay on the device, so the ledger does not know what older weights made",
 }
+_TREE_CHECKS = ("FREED_WHILE_PUBLISHED", "PUBLISHED_UNOWNED", "PUBLISHED_UNWRITTEN", "STALE_EPOCH")
+_NO_TREE = "the prefix tree is over slots that no group has"
 
 
 def attach(scheduler: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[], None]:
@@ -133,7 +137,11 @@ class _SchedulerWatch:
             max_tokens = _max_tokens(scheduler, runner, batch_rows, layout.groups[0].num_slots)
             max_rows = 2 * batch_rows + 64
             self._ear = Ear(canary)
-            self._requests = Requests(canary, self._ear, table, spaces, max_rows)
+            tree_gap = unknown_tree(scheduler.tree_cache) if spaces[0].translation is None else _NO_TREE
+            # Every page may change hands within a step.
+            room = 4 * layout.groups[0].num_slots
+            self._ledger = None if tree_gap else LateLedger(canary, spaces[0].name, room, layout.device)
+            self._requests = Requests(canary, self._ear, table, spaces, max_rows, self._ledger)
             self._batches = Batches(
                 self._requests,
                 table,
@@ -146,6 +154,7 @@ class _SchedulerWatch:
             if canary.config.mode == "quarantine":
                 check_quarantine(int(parallel.tp_size), int(scheduler.server_args.dp_size or 1))
                 self._healer = Healer(scheduler, canary, self._requests)
+            unarmed = self._unarmed | dict.fromkeys(_TREE_CHECKS if tree_gap else (), tree_gap)
             canary.bind(
                 layout,
                 max_tokens=max_tokens,
@@ -153,7 +162,7 @@ class _SchedulerWatch:
                 max_rows=max_rows,
                 engine="sglang",
                 engine_version=self._version,
-                unarmed=self._unarmed,
+                unarmed=unarmed,
                 quarantine=self._healer,
                 ranks={
                     "tp_rank": int(parallel.tp_rank),
@@ -176,10 +185,13 @@ class _SchedulerWatch:
     def _hook(self, spaces: list[Space], runner: Any) -> None:
         patches, scheduler = self._patches, self._scheduler
         for space in spaces:
-            AllocatorWatch(self._canary, self._ear, space.name, space.allocator).wire(patches)
+            ledger = self._ledger if space is spaces[0] else None
+            AllocatorWatch(self._canary, self._ear, space.name, space.allocator, ledger).wire(patches)
             if space.allocator.page_size == 1:  # slots that move within pages take draft trees, refused above
                 patches.wrap(space.pool, "move_kv_cache", self._move(space.name))
         patches.wrap(scheduler.token_to_kv_pool_allocator, "clear", self._clear)
+        if self._ledger is not None:
+            TreeWatch(self._ledger, scheduler.tree_cache).wire(patches)
         self._requests.wire(patches, scheduler)
         if self._healer is not None:
             self._healer.wire(patches)
@@ -209,8 +221,13 @@ class _SchedulerWatch:
             if not self._watchable(len(batch.reqs), forward_batch.batch_size):
                 return original(forward_batch, *args, **kwargs)
             self._batches.fill(batch, forward_batch)
+            ledger = self._ledger
+            if ledger is not None:
+                ledger.settle()
             result = self._checked(forward_batch, lambda: original(forward_batch, *args, **kwargs))
             self._ear.forward()
+            if ledger is not None:
+                ledger.settle()  # before what this forward finds is known
             return result
 
         return forward
@@ -240,7 +257,7 @@ class _SchedulerWatch:
             return plain
         self._requests.forget()
         if plain:
-            self._canary.arm()
+            self._arm()
         else:
             _log.warning("kvcanary checks nothing while a beam search runs; all that is cached then stays unverified")
             self._canary.disarm()
@@ -267,16 +284,22 @@ class _SchedulerWatch:
             # Every slot is free and every request gone; nothing runs.
             self._requests.forget()
             if self._canary.bound:
-                self._canary.arm()
+                self._arm()
             return result
 
         return clear
+
+    def _arm(self) -> None:
+        if self._ledger is not None:
+            self._ledger.drop()
+        self._canary.arm()
 
     def _weights(self, original: Method) -> Method:
         def record_weight_version_change(*args: Any, **kwargs: Any) -> Any:
             # Called after each update, whatever brought the weights.
             self._epoch += 1
-            self._ear(self._canary.weights_updated, self._epoch)
+            tell = partial(self._ear, self._canary.weights_updated, self._epoch)
+            tell() if self._ledger is None else self._ledger.later(tell)
             return original(*args, **kwargs)
 
         return record_weight_version_change

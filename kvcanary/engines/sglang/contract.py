@@ -22,6 +22,8 @@ _SCHEDULER: Names = {
     "continue_generation": ("recv_req",),
     "flush_cache": ("empty_cache",),
     "is_fully_idle": (),
+    "tree_cache.insert": ("params",),
+    "tree_cache.page_size": None,
     "enable_overlap": None,
     "forward_stream": None,
     "running_batch": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,19 +34,26 @@ def _try(pool: Any, group: AttentionGroup, part: str, device: torch.device) -> N
     names = [(source.name, source.layer, source.part) for source in group.sources for _ in source.runs]
     saved = [place.clone() for place in places]
     layers = sorted({source.layer for source in group.sources if source.part == part})
-    for number, layer in enumerate(layers):
-        before = [place.clone() for place in places]
-        _write(pool, int(pool.start_layer or 0) + number, device)
-        changed = [not torch.equal(place, old) for place, old in zip(places, before, strict=True)]
-        wrong = [name for (name, *at), moved in zip(names, changed, strict=True) if moved != (at == [layer, part])]
-        if wrong:
-            raise ConfigError(
-                f"a token written through {type(pool).__name__}.set_kv_buffer to layer {layer} of the {part} model's "
-                f"part of group {group.name!r} was not found where the layout says: {', '.join(dict.fromkeys(wrong))}. "
-                "This release lays its cache out in another way; use a known release or a newer kvcanary"
-            )
-    for place, old in zip(places, saved, strict=True):
-        place.copy_(old)
+    try:
+        for number, layer in enumerate(layers):
+            for place in places:
+                place.zero_()
+            _write(pool, int(pool.start_layer or 0) + number, device)
+            wrong = [name for (name, *at), place in zip(names, places, strict=True) if _missed(place, at, layer, part)]
+            if wrong:
+                raise ConfigError(
+                    f"a token written through {type(pool).__name__}.set_kv_buffer to layer {layer} of the {part} "
+                    f"model's part of group {group.name!r} was not found where the layout says: "
+                    f"{', '.join(dict.fromkeys(wrong))}. This release lays its cache out in another way; use a known "
+                    "release or a newer kvcanary"
+                )
+    finally:
+        for place, old in zip(places, saved, strict=True):
+            place.copy_(old)
+
+
+def _missed(place: torch.Tensor, at: Sequence[object], layer: int, part: str) -> bool:
+    return bool(place.any()) != (tuple(at) == (layer, part))
 
 
 def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:
@@ -58,14 +66,11 @@ def token_bytes(source: KVSource, slot: int) -> list[torch.Tensor]:
 
 
 def _write(pool: Any, layer: int, device: torch.device) -> None:
-    """Ones, then, should the slot have held just these, twos."""
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     dtype = pool.dtype if pool.dtype.itemsize > 1 else torch.bfloat16
     if type(pool).__name__ == "MLATokenToKVPool":
         shapes = [(1, 1, int(pool.kv_cache_dim))]
     else:
         shapes = [(1, int(pool.head_num), int(pool.head_dim)), (1, int(pool.head_num), int(pool.v_head_dim))]
-    buffers = pool.kv_buffer if len(shapes) == 1 else pool.k_buffer
-    held = buffers[layer - int(pool.start_layer or 0)].flatten()[:1].view(torch.uint8).any()
-    rows = [torch.full(shape, 2.0 if bool(held) else 1.0, dtype=dtype, device=device) for shape in shapes]
+    rows = [torch.ones(shape, dtype=dtype, device=device) for shape in shapes]
     pool.set_kv_buffer(None, slot, rows[0], rows[-1], layer_id_override=layer)

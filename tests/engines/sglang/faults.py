@@ -162,9 +162,10 @@ def _window_freed(at: Injection) -> list[Any]:
 def _moved_slot(at: Injection) -> list[Any]:
     """No fault: a token moves to another slot, as SGLang moves the accepted ones of a draft tree."""
     req, scheduler = at.running[0], at.rig.scheduler
-    old, new = at.slots(req, 20, 21).clone(), scheduler.token_to_kv_pool_allocator.alloc(1).clone()
+    place = len(req.origin_input_ids) + 2  # the prompt is the prefix tree's, too
+    old, new = at.slots(req, place, place + 1).clone(), scheduler.token_to_kv_pool_allocator.alloc(1).clone()
     scheduler.tp_worker.model_runner.token_to_kv_pool.move_kv_cache(new, old)
-    at.table[req.kv.req_pool_idx, 20] = new[0]
+    at.table[req.kv.req_pool_idx, place] = new[0]
     scheduler.token_to_kv_pool_allocator.free(old)
     return [req]
 

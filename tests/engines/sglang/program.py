@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, Self
 
 from kvcanary.errors import KVCorruptionError
-from kvcanary.events import RequestQuarantined, RunStarted, SnapshotTaken, ViolationDetected
+from kvcanary.events import OwnershipViolated, RequestQuarantined, RunStarted, SnapshotTaken, ViolationDetected
 from tests.engines.sglang import attaching
 from tests.engines.sglang.faults import FAULTS, Injection
 from tests.engines.sglang.rig import MODELS, Rig
@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "SGLANG_TEST_RETRACT_INTERVAL": "40",
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
 }
-ATTACHING = HEALING = RAISING = frozenset({"tokens"})
+ATTACHING = HEALING = RAISING = UPDATING = frozenset({"tokens"})
 RETRACTING = frozenset({"pages"})
 
 
@@ -57,6 +57,8 @@ def main(name: str) -> None:
     report: dict[str, Any] = {"clean": clean(rig, small=name == "drafts")}
     if name in ATTACHING:
         report["attaching"] = attaching.report(rig)
+    if name in UPDATING:
+        report["updated"] = update_weights(rig)
     if name in HEALING:
         report["healed"] = heal(rig)
     small = name == "drafts"  # SGLang has a kernel for these on a CPU only in Triton's interpreter
@@ -102,6 +104,19 @@ def heal(rig: Rig) -> dict[str, Any]:
         answers[mode] = [rig.finished[f"{mode}-{i}"] for i in range(4)]
         report[mode] = seen.report(rig)
     return {**report, "answers": answers}
+
+
+def update_weights(rig: Rig) -> dict[str, Any]:
+    """New weights that leave the prefix tree as it is, and a request that finds its prefix there."""
+    rig.scheduler.flush_cache()
+    prompt = rig.prompt(40)
+    with watched(rig) as seen:
+        rig.submit("weights-before", prompt, 4)
+        rig.run()
+        rig.scheduler.record_weight_version_change("2")
+        rig.submit("weights-after", prompt, 4)
+        rig.run()
+    return seen.report(rig)
 
 
 def raised(rig: Rig) -> dict[str, Any]:
@@ -181,6 +196,7 @@ class watched:  # noqa: N801 - a context manager
                 for event in events
                 if isinstance(event, ViolationDetected)
             ],
+            "ownership": sorted({event.kind for event in events if isinstance(event, OwnershipViolated)}),
             "quarantined": [
                 (event.request, event.action, event.tokens_left)
                 for event in events

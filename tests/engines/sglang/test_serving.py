@@ -26,6 +26,20 @@ def test_clean_runs_verify_a_quarter_of_a_million_positions(served: Served) -> N
     assert sum(sum(run["verified"]["links"].values()) for run in runs) > 250_000
 
 
+@pytest.mark.parametrize("configuration", ["tokens", "pages", "window"])
+def test_the_ledger_follows_the_prefix_tree(served: Served, configuration: str) -> None:
+    clean = served(configuration)["clean"]
+    assert clean["ownership"] == []
+    assert min(clean["events"][name] for name in ("PrefixPublished", "PrefixReused", "PrefixEvicted")) > 10
+    assert clean["events"].get("FactsLost", 0) == 0
+
+
+def test_a_prefix_that_older_weights_made_is_told(served: Served) -> None:
+    updated = served("tokens")["updated"]
+    assert (updated["events"]["WeightsUpdated"], updated["ownership"]) == (1, ["STALE_EPOCH"])
+    assert updated["violations"] == []
+
+
 def test_the_overlap_loop_was_the_one_that_ran(served: Served) -> None:
     assert served("tokens")["clean"]["overlap"]
 
@@ -58,8 +72,8 @@ def test_a_lost_draft_part_is_told_from_the_target_model(served: Served) -> None
 
 def test_checks_without_facts_are_told_as_unarmed(served: Served) -> None:
     unarmed = served("tokens")["clean"]["unarmed"]
-    assert {"EARLY_REUSE", "FREED_WHILE_PUBLISHED", "WINDOW_FREED_EARLY", "TRANSFER_OVERLAP"} <= set(unarmed)
-    assert {"DOUBLE_FREE", "DOUBLE_ALLOC", "UNWRITTEN", "WRITE_FREED", "FINAL_DIGEST"}.isdisjoint(unarmed)
+    assert {"EARLY_REUSE", "WINDOW_FREED_EARLY", "TRANSFER_OVERLAP", "FAILED_LOAD_USED"} <= set(unarmed)
+    assert {"DOUBLE_FREE", "FREED_WHILE_PUBLISHED", "STALE_EPOCH", "UNWRITTEN", "FINAL_DIGEST"}.isdisjoint(unarmed)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +117,15 @@ def test_a_slot_that_is_freed_while_it_is_read_is_told_as_freed(served: Served) 
     assert [(v["kind"], v["owner_state"]) for v in found] == [("UNWRITTEN", "freed")]
 
 
+@pytest.mark.parametrize("configuration", ["tokens", "pages"])
+def test_a_page_that_is_freed_while_the_prefix_tree_holds_it_is_told(served: Served, configuration: str) -> None:
+    assert "FREED_WHILE_PUBLISHED" in served(configuration)["faults"]["extra_free"]["ownership"]
+
+
 def test_records_follow_a_token_that_moves(served: Served) -> None:
     moved = served("tokens")["faults"]["moved_slot"]
     assert moved["planted"] > 0
-    assert moved["violations"] == []
+    assert (moved["violations"], moved["ownership"]) == ([], [])
 
 
 def test_raise_mode_ends_the_loop_with_the_first_corruption(served: Served) -> None:
