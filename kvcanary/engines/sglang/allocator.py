@@ -79,6 +79,12 @@ class AllocatorWatch:
         else:
             patches.wrap(self._allocator, "_release_page_ids", self._pages_freed)
 
+    def tell_free(self) -> None:
+        """All that is free now, which nobody was told of: records have just been reset."""
+        pages = self._allocator.get_all_free_pages()
+        if pages.numel():
+            self._ear.about(self._canary.free, self._group, pages)
+
     def _taken(self, original: Method) -> Method:
         def take(*args: Any, **kwargs: Any) -> Any:
             self._free = self._allocator.free_pages

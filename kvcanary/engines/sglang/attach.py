@@ -105,6 +105,7 @@ class _SchedulerWatch:
         self._patches = Patches()
         self._batch: Any = None
         self._epoch = 0
+        self._allocators: list[AllocatorWatch] = []
         self._bound = False
 
     def begin(self) -> None:
@@ -172,8 +173,8 @@ class _SchedulerWatch:
             )
             self._bound = True
             self._drafts = DraftWatch(canary) if draft is not None else None
-            canary.arm()
-        self._hook(spaces, runner)
+            self._hook(spaces, runner)
+            self._arm()
 
     def end(self) -> None:
         """Take every hook out and leave the pool. Idempotent."""
@@ -186,7 +187,9 @@ class _SchedulerWatch:
         patches, scheduler = self._patches, self._scheduler
         for space in spaces:
             ledger = self._ledger if space is spaces[0] else None
-            AllocatorWatch(self._canary, self._ear, space.name, space.allocator, ledger).wire(patches)
+            allocator = AllocatorWatch(self._canary, self._ear, space.name, space.allocator, ledger)
+            self._allocators.append(allocator)
+            allocator.wire(patches)
             if space.allocator.page_size == 1:  # slots that move within pages take draft trees, refused above
                 patches.wrap(space.pool, "move_kv_cache", self._move(space.name))
         patches.wrap(scheduler.token_to_kv_pool_allocator, "clear", self._clear)
@@ -293,6 +296,8 @@ class _SchedulerWatch:
         if self._ledger is not None:
             self._ledger.drop()
         self._canary.arm()
+        for allocator in self._allocators:
+            allocator.tell_free()
 
     def _weights(self, original: Method) -> Method:
         def record_weight_version_change(*args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ _SCHEDULER: Names = {
 }
 _TOKENS: Names = {
     "free_pages": None,
+    "get_all_free_pages": (),
     "free_group": None,
     "alloc": ("need_size",),
     "free": ("free_index",),
@@ -53,6 +54,7 @@ _TOKENS: Names = {
 }
 _PAGES: Names = {
     "free_pages": None,
+    "get_all_free_pages": (),
     "num_pages": None,
     "alloc": ("need_size",),
     "alloc_extend": ("prefix_lens", "seq_lens", "last_loc", "extend_num_tokens"),

@@ -33,7 +33,7 @@ class Injection:
         self.victims: list[str] = []
         self.forward = -1
         self.batch: Any = None
-        self._canary: Any = None
+        self.canary: Any = None
         self._began = rig.turns
         self._undo: Callable[[], None] | None = None
 
@@ -52,7 +52,7 @@ class Injection:
 
     def start(self, canary: Any) -> None:
         """Watch for the moment."""
-        self._canary = canary
+        self.canary = canary
         runner = self.rig.scheduler.tp_worker.model_runner
         watched = runner.forward
 
@@ -82,7 +82,7 @@ class Injection:
         return self.forward < 0 and decoding and self.rig.turns - self._began >= self._turns and len(self.running) >= 3
 
     def _plant(self) -> None:
-        self.forward = self._canary.next_forward
+        self.forward = self.canary.next_forward
         self.victims = [req.rid if not isinstance(req, str) else req for req in self.fault.plant(self)]
 
 
@@ -170,6 +170,17 @@ def _moved_slot(at: Injection) -> list[Any]:
     return [req]
 
 
+def _nothing(_: Injection) -> list[Any]:
+    """No fault."""
+    return []
+
+
+def _unscheduled(at: Injection) -> list[Any]:
+    """No fault: the model runs without a scheduled batch, as it does for warm-up and graph capture."""
+    at.rig.scheduler.tp_worker.model_runner.forward(at.batch)
+    return [] if at.forward == at.canary.next_forward else at.running
+
+
 _ALL = frozenset({"tokens", "pages", "window"})
 FAULTS: dict[str, Fault] = {
     "extra_free": Fault(_extra_free, frozenset({"tokens", "pages"})),
@@ -182,5 +193,7 @@ FAULTS: dict[str, Fault] = {
     "flipped_bit": Fault(_flipped_bit, _ALL | {"drafts"}),
     "lost_draft": Fault(_lost_draft, frozenset({"drafts"})),
     "moved_slot": Fault(_moved_slot, frozenset({"tokens"})),
+    "none": Fault(_nothing, frozenset()),
+    "unscheduled": Fault(_unscheduled, frozenset({"tokens"})),
     "window_freed": Fault(_window_freed, frozenset({"window"})),
 }

@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "SGLANG_TEST_RETRACT_INTERVAL": "40",
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
 }
-ATTACHING = HEALING = RAISING = UPDATING = frozenset({"tokens"})
+ATTACHING = HEALING = RAISING = SALTING = UPDATING = frozenset({"tokens"})
 RETRACTING = frozenset({"pages"})
 
 
@@ -57,6 +57,8 @@ def main(name: str) -> None:
     report: dict[str, Any] = {"clean": clean(rig, small=name == "drafts")}
     if name in ATTACHING:
         report["attaching"] = attaching.report(rig)
+    if name in SALTING:
+        report["salted"] = {fault: salted(rig, fault) for fault in ("", "stale_entry")}
     if name in UPDATING:
         report["updated"] = update_weights(rig)
     if name in HEALING:
@@ -104,6 +106,20 @@ def heal(rig: Rig) -> dict[str, Any]:
         answers[mode] = [rig.finished[f"{mode}-{i}"] for i in range(4)]
         report[mode] = seen.report(rig)
     return {**report, "answers": answers}
+
+
+def salted(rig: Rig, fault: str) -> dict[str, Any]:
+    """One prompt under several names of its own, which must not share; ``fault``: a slot of one is given to another."""
+    rig.scheduler.flush_cache()
+    prompt = rig.prompt(50)
+    for i, names in enumerate(({"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "b"}, {"cache_salt": "c"})):
+        rig.submit(f"salted-{i}", prompt, 30, **names)
+    injection = Injection(rig, fault or "none")
+    with watched(rig) as seen:
+        injection.start(seen.canary)
+        rig.run(injection.turn)
+        injection.end()
+    return {**seen.report(rig), **injection.report()}
 
 
 def update_weights(rig: Rig) -> dict[str, Any]:

@@ -128,6 +128,18 @@ def test_records_follow_a_token_that_moves(served: Served) -> None:
     assert (moved["violations"], moved["ownership"]) == ([], [])
 
 
+def test_a_forward_that_no_scheduler_asked_for_is_not_judged(served: Served) -> None:
+    unscheduled = served("tokens")["faults"]["unscheduled"]
+    assert unscheduled["planted"] > 0
+    assert (unscheduled["victims"], unscheduled["violations"], unscheduled["ownership"]) == ([], [], [])
+
+
+def test_prefixes_that_extra_keys_and_salts_keep_apart_are_told_apart(served: Served) -> None:
+    clean, mixed = served("tokens")["salted"][""], served("tokens")["salted"]["stale_entry"]
+    assert (clean["violations"], clean["ownership"], clean["events"].get("PrefixReused", 0)) == ([], [], 0)
+    assert {(v["kind"], v["request"]) for v in mixed["violations"]} == {("DIGEST", "salted-0")}
+
+
 def test_raise_mode_ends_the_loop_with_the_first_corruption(served: Served) -> None:
     assert served("tokens")["raised"] == {"kind": "DIGEST", "request": "raise-0", "finished": False}
 
