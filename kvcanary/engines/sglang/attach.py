@@ -28,6 +28,7 @@ from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
+    from kvcanary.layout import PoolLayout
 
 _log = logging.getLogger("kvcanary")
 _UNARMED = {
@@ -130,31 +131,14 @@ class _SchedulerWatch:
         # Tensors of the canary are used inside and outside of inference mode.
         with torch.inference_mode(mode=False):
             layout = make_layout(spaces, uncovered + _beside(scheduler, gap), int(parallel.attn_tp_rank))
-            idle = bool(scheduler.is_fully_idle())
-            if idle:
+            if bool(scheduler.is_fully_idle()):
                 with torch.no_grad():
                     write_sentinels(spaces, layout)
             batch_rows = int(table.size)
             max_tokens = _max_tokens(scheduler, runner, batch_rows, layout.groups[0].num_slots)
             max_rows = 2 * batch_rows + 64
-            self._ear = Ear(canary)
             tree_gap = unknown_tree(scheduler.tree_cache) if spaces[0].translation is None else _NO_TREE
-            # Every page may change hands within a step.
-            room = 4 * layout.groups[0].num_slots
-            self._ledger = None if tree_gap else LateLedger(canary, spaces[0].name, room, layout.device)
-            self._requests = Requests(canary, self._ear, table, spaces, max_rows, self._ledger)
-            self._batches = Batches(
-                self._requests,
-                table,
-                spaces,
-                max_rows=batch_rows,
-                max_tokens=max_tokens,
-                device=layout.device,
-            )
-            self._healer = None
-            if canary.config.mode == "quarantine":
-                check_quarantine(int(parallel.tp_size), int(scheduler.server_args.dp_size or 1))
-                self._healer = Healer(scheduler, canary, self._requests)
+            self._make_parts(spaces, layout, max_tokens=max_tokens, max_rows=max_rows, follow_tree=not tree_gap)
             unarmed = self._unarmed | dict.fromkeys(_TREE_CHECKS if tree_gap else (), tree_gap)
             canary.bind(
                 layout,
@@ -175,6 +159,31 @@ class _SchedulerWatch:
             self._drafts = DraftWatch(canary) if draft is not None else None
             self._hook(spaces, runner)
             self._arm()
+
+    def _make_parts(
+        self, spaces: list[Space], layout: PoolLayout, *, max_tokens: int, max_rows: int, follow_tree: bool
+    ) -> None:
+        """What hears the scheduler and speaks of it.
+
+        Raises:
+            ConfigError: mode ``quarantine`` where several ranks would have to act as one.
+        """
+        from sglang.srt.runtime_context import get_parallel
+
+        scheduler, canary = self._scheduler, self._canary
+        table = scheduler.req_to_token_pool
+        self._ear = Ear(canary)
+        # Every page may change hands within a step.
+        room = 4 * layout.groups[0].num_slots
+        self._ledger = LateLedger(canary, spaces[0].name, room, layout.device) if follow_tree else None
+        self._requests = Requests(canary, self._ear, table, spaces, max_rows, self._ledger)
+        self._batches = Batches(
+            self._requests, table, spaces, max_rows=int(table.size), max_tokens=max_tokens, device=layout.device
+        )
+        self._healer = None
+        if canary.config.mode == "quarantine":
+            check_quarantine(int(get_parallel().tp_size), int(scheduler.server_args.dp_size or 1))
+            self._healer = Healer(scheduler, canary, self._requests)
 
     def end(self) -> None:
         """Take every hook out and leave the pool. Idempotent."""
