@@ -22,7 +22,7 @@ class SGLangAdapter:
     """
 
     name = "sglang"
-    facts = frozenset({"admit", "finish", "preempt", "alloc", "free", "reuse", "move", "weights"})
+    facts = frozenset({"admit", "finish", "preempt", "alloc", "free", "publish", "evict", "reuse", "move", "weights"})
     quarantines = True
 
     def matches(self, engine: object) -> bool:

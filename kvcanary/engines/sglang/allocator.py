@@ -15,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
     from kvcanary.engines.base import Patches
+    from kvcanary.engines.sglang.late import LateLedger
 
 Method = Callable[..., Any]
 _FORWARDS_KEPT = 4
@@ -49,10 +50,19 @@ class Ear:
 
 
 class AllocatorWatch:
-    """One allocator over one slot space: SGLang's token or page allocator, whichever wraps it."""
+    """One allocator over one slot space: SGLang's token or page allocator, whichever wraps it.
 
-    def __init__(self, canary: Canary, ear: Ear, group: str, allocator: Any) -> None:
+    Args:
+        canary: bound.
+        ear: what calls are made through.
+        group: over the allocator's pages.
+        allocator: SGLang's.
+        ledger: also told, where there is one for the group.
+    """
+
+    def __init__(self, canary: Canary, ear: Ear, group: str, allocator: Any, ledger: LateLedger | None = None) -> None:
         self._canary = canary
+        self._ledger = ledger
         self._ear = ear
         self._group = group
         self._allocator = allocator
@@ -69,6 +79,12 @@ class AllocatorWatch:
         else:
             patches.wrap(self._allocator, "_release_page_ids", self._pages_freed)
 
+    def tell_free(self) -> None:
+        """All that is free now, which nobody was told of: records have just been reset."""
+        pages = self._allocator.get_all_free_pages()
+        if pages.numel():
+            self._ear.about(self._canary.free, self._group, pages)
+
     def _taken(self, original: Method) -> Method:
         def take(*args: Any, **kwargs: Any) -> Any:
             self._free = self._allocator.free_pages
@@ -76,6 +92,8 @@ class AllocatorWatch:
             count = self._free.shape[0] - self._allocator.free_pages.shape[0]
             if result is not None and count:
                 self._ear.about(self._canary.alloc, self._group, "", self._free[:count])
+                if self._ledger is not None:
+                    self._ledger.tell("alloc", "", self._free[:count])
             return result
 
         return take
@@ -93,7 +111,7 @@ class AllocatorWatch:
             # Within a group frees are only noted; its end comes here again with all of them.
             if self._allocator.free_group is None and free_index.numel():
                 # A copy: it may be a view of a table row that is about to change.
-                self._ear.about(self._canary.free, self._group, free_index.detach().flatten().clone())
+                self._freed(free_index.detach().flatten().clone())
             return original(free_index)
 
         return free
@@ -102,7 +120,12 @@ class AllocatorWatch:
         def release_page_ids(*page_ids: torch.Tensor) -> Any:
             for ids in page_ids:
                 if ids.numel():
-                    self._ear.about(self._canary.free, self._group, ids)
+                    self._freed(ids)
             return original(*page_ids)
 
         return release_page_ids
+
+    def _freed(self, pages: torch.Tensor) -> None:
+        self._ear.about(self._canary.free, self._group, pages)
+        if self._ledger is not None:
+            self._ledger.tell("free", "", pages)

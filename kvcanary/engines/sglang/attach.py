@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,11 @@ import torch
 from kvcanary.engines.base import Patches
 from kvcanary.engines.sglang.allocator import AllocatorWatch, Ear, Method
 from kvcanary.engines.sglang.batches import Batches
-from kvcanary.engines.sglang.contract import check_allocator, check_scheduler, check_version
+from kvcanary.engines.sglang.contract import check_allocator, check_drafts, check_scheduler, check_version
+from kvcanary.engines.sglang.drafts import DraftWatch, find_draft
+from kvcanary.engines.sglang.late import LateLedger
 from kvcanary.engines.sglang.pools import Space, find_spaces, make_layout
+from kvcanary.engines.sglang.prefixes import TreeWatch, unknown_tree
 from kvcanary.engines.sglang.quarantine import Healer, check_quarantine
 from kvcanary.engines.sglang.requests import Requests
 from kvcanary.engines.sglang.sentinel import write_sentinels
@@ -22,11 +27,13 @@ from kvcanary.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
+    from kvcanary.layout import PoolLayout
 
 _UNARMED = {
     "WINDOW_FREED_EARLY": "slot numbers stay on the device; a window slot that is freed early is found as WINDOW",
-    "STALE_EPOCH": "slot numbers stay on the device, so the ledger does not know what older weights made",
 }
+_TREE_CHECKS = ("FREED_WHILE_PUBLISHED", "PUBLISHED_UNOWNED", "PUBLISHED_UNWRITTEN", "STALE_EPOCH")
+_NO_TREE = "the prefix tree is over slots that no group has"
 
 
 def attach(scheduler: Any, canary: Canary, unarmed: dict[str, str]) -> Callable[[], None]:
@@ -97,6 +104,7 @@ class _SchedulerWatch:
         self._patches = Patches()
         self._batch: Any = None
         self._epoch = 0
+        self._allocators: list[AllocatorWatch] = []
         self._bound = False
 
     def begin(self) -> None:
@@ -113,31 +121,23 @@ class _SchedulerWatch:
         spaces, uncovered = find_spaces(runner, scheduler.token_to_kv_pool_allocator)
         for space in spaces:
             check_allocator(space.allocator, self._version)
+        draft, gap = find_draft(scheduler, spaces[0])
+        if draft is not None:
+            check_drafts(scheduler.draft_worker, self._version)
+            spaces[0] = replace(spaces[0], draft=draft)
         parallel = get_parallel()
         # Tensors of the canary are used inside and outside of inference mode.
         with torch.inference_mode(mode=False):
-            layout = make_layout(spaces, uncovered + _beside(scheduler), int(parallel.attn_tp_rank))
-            idle = bool(scheduler.is_fully_idle())
-            if idle:
+            layout = make_layout(spaces, uncovered + _beside(scheduler, gap), int(parallel.attn_tp_rank))
+            if bool(scheduler.is_fully_idle()):
                 with torch.no_grad():
                     write_sentinels(spaces, layout)
             batch_rows = int(table.size)
             max_tokens = _max_tokens(scheduler, runner, batch_rows, layout.groups[0].num_slots)
             max_rows = 2 * batch_rows + 64
-            self._ear = Ear(canary)
-            self._requests = Requests(canary, self._ear, table, spaces, max_rows)
-            self._batches = Batches(
-                self._requests,
-                table,
-                spaces,
-                max_rows=batch_rows,
-                max_tokens=max_tokens,
-                device=layout.device,
-            )
-            self._healer = None
-            if canary.config.mode == "quarantine":
-                check_quarantine(int(parallel.tp_size), int(scheduler.server_args.dp_size or 1))
-                self._healer = Healer(scheduler, canary, self._requests)
+            tree_gap = unknown_tree(scheduler.tree_cache) if spaces[0].translation is None else _NO_TREE
+            self._make_parts(spaces, layout, max_tokens=max_tokens, max_rows=max_rows, follow_tree=not tree_gap)
+            unarmed = self._unarmed | dict.fromkeys(_TREE_CHECKS if tree_gap else (), tree_gap)
             canary.bind(
                 layout,
                 max_tokens=max_tokens,
@@ -145,7 +145,7 @@ class _SchedulerWatch:
                 max_rows=max_rows,
                 engine="sglang",
                 engine_version=self._version,
-                unarmed=self._unarmed,
+                unarmed=unarmed,
                 quarantine=self._healer,
                 ranks={
                     "tp_rank": int(parallel.tp_rank),
@@ -154,8 +154,34 @@ class _SchedulerWatch:
                 },
             )
             self._bound = True
-            canary.arm()
-        self._hook(spaces, runner)
+            self._drafts = DraftWatch(canary) if draft is not None else None
+            self._hook(spaces, runner)
+            self._arm()
+
+    def _make_parts(
+        self, spaces: list[Space], layout: PoolLayout, *, max_tokens: int, max_rows: int, follow_tree: bool
+    ) -> None:
+        """What hears the scheduler and speaks of it.
+
+        Raises:
+            ConfigError: mode ``quarantine`` where several ranks would have to act as one.
+        """
+        from sglang.srt.runtime_context import get_parallel
+
+        scheduler, canary = self._scheduler, self._canary
+        table = scheduler.req_to_token_pool
+        self._ear = Ear(canary)
+        # Every page may change hands within a step.
+        room = 4 * layout.groups[0].num_slots
+        self._ledger = LateLedger(canary, spaces[0].name, room, layout.device) if follow_tree else None
+        self._requests = Requests(canary, self._ear, table, spaces, max_rows, self._ledger)
+        self._batches = Batches(
+            self._requests, table, spaces, max_rows=int(table.size), max_tokens=max_tokens, device=layout.device
+        )
+        self._healer = None
+        if canary.config.mode == "quarantine":
+            check_quarantine(int(get_parallel().tp_size), int(scheduler.server_args.dp_size or 1))
+            self._healer = Healer(scheduler, canary, self._requests)
 
     def end(self) -> None:
         """Take every hook out and leave the pool. Idempotent."""
@@ -167,15 +193,22 @@ class _SchedulerWatch:
     def _hook(self, spaces: list[Space], runner: Any) -> None:
         patches, scheduler = self._patches, self._scheduler
         for space in spaces:
-            AllocatorWatch(self._canary, self._ear, space.name, space.allocator).wire(patches)
+            ledger = self._ledger if space is spaces[0] else None
+            allocator = AllocatorWatch(self._canary, self._ear, space.name, space.allocator, ledger)
+            self._allocators.append(allocator)
+            allocator.wire(patches)
             if space.allocator.page_size == 1:  # slots that move within pages take draft trees, refused above
                 patches.wrap(space.pool, "move_kv_cache", self._move(space.name))
         patches.wrap(scheduler.token_to_kv_pool_allocator, "clear", self._clear)
+        if self._ledger is not None:
+            TreeWatch(self._ledger, scheduler.tree_cache).wire(patches)
         self._requests.wire(patches, scheduler)
         if self._healer is not None:
             self._healer.wire(patches)
         patches.wrap(scheduler, "record_weight_version_change", self._weights)
         patches.wrap(scheduler, "run_batch", self._run_batch)
+        if self._drafts is not None:
+            self._drafts.wire(patches, scheduler.draft_worker)
         patches.wrap(runner, "forward", self._forward)
 
     # --- the forward --------------------------------------------------------------------------------------
@@ -195,18 +228,34 @@ class _SchedulerWatch:
             batch, mode = self._batch, forward_batch.forward_mode
             if batch is None or mode.is_idle() or mode.is_prebuilt() or not forward_batch.batch_size:
                 return original(forward_batch, *args, **kwargs)
-            canary = self._canary
             if not self._watchable(len(batch.reqs), forward_batch.batch_size):
                 return original(forward_batch, *args, **kwargs)
             self._batches.fill(batch, forward_batch)
-            with canary.step():
-                canary.enter(self._batches.make(forward_batch))
-                result = original(forward_batch, *args, **kwargs)
-                canary.leave()
+            ledger = self._ledger
+            if ledger is not None:
+                ledger.settle()
+            result = self._checked(forward_batch, lambda: original(forward_batch, *args, **kwargs))
             self._ear.forward()
+            if ledger is not None:
+                ledger.settle()  # before what this forward finds is known
             return result
 
         return forward
+
+    def _checked(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
+        canary, drafts = self._canary, self._drafts
+        rest = None if drafts is None else drafts.rest
+        if drafts is None or rest is None:
+            with canary.step():
+                canary.enter(self._batches.make(forward_batch))
+                result = run()
+                canary.leave()
+            return result
+        rest.enter_context(canary.step())
+        canary.enter(self._batches.make(forward_batch))
+        result = run()
+        drafts.model_done(rest, forward_batch.input_ids.shape[0])
+        return result
 
     def _watchable(self, requests: int, rows: int) -> bool:
         """Whether every row of the batch is a request's; otherwise checking pauses until that is so again.
@@ -218,7 +267,7 @@ class _SchedulerWatch:
             return plain
         self._requests.forget()
         if plain:
-            self._canary.arm()
+            self._arm()
         else:
             self._canary.disarm("a beam search runs: its rows are copied onto each other")
         return plain
@@ -244,16 +293,24 @@ class _SchedulerWatch:
             # Every slot is free and every request gone; nothing runs.
             self._requests.forget()
             if self._canary.bound:
-                self._canary.arm()
+                self._arm()
             return result
 
         return clear
+
+    def _arm(self) -> None:
+        if self._ledger is not None:
+            self._ledger.drop()
+        self._canary.arm()
+        for allocator in self._allocators:
+            allocator.tell_free()
 
     def _weights(self, original: Method) -> Method:
         def record_weight_version_change(*args: Any, **kwargs: Any) -> Any:
             # Called after each update, whatever brought the weights.
             self._epoch += 1
-            self._ear(self._canary.weights_updated, self._epoch)
+            tell = partial(self._ear, self._canary.weights_updated, self._epoch)
+            tell() if self._ledger is None else self._ledger.later(tell)
             return original(*args, **kwargs)
 
         return record_weight_version_change
@@ -267,11 +324,9 @@ def _max_tokens(scheduler: Any, runner: Any, rows: int, slots: int) -> int:
     return min(prefill, slots) + rows * drafts
 
 
-def _beside(scheduler: Any) -> list[str]:
-    """What this engine has and no source covers."""
-    found: list[str] = []
-    if scheduler.draft_worker is not None:
-        found.append(f"the KV of the draft model ({scheduler.spec_algorithm.name})")
+def _beside(scheduler: Any, gap: str) -> list[str]:
+    """What this engine has and no source covers; ``gap``: of the draft model."""
+    found = [gap] if gap else []
     if scheduler.disaggregation_mode.value == "prefill":
         found.append("KV on its way to decode instances")
     return found

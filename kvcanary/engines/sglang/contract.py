@@ -22,6 +22,8 @@ _SCHEDULER: Names = {
     "continue_generation": ("recv_req",),
     "flush_cache": ("empty_cache",),
     "is_fully_idle": (),
+    "tree_cache.insert": ("params",),
+    "tree_cache.page_size": None,
     "enable_overlap": None,
     "forward_stream": None,
     "running_batch": None,
@@ -44,6 +46,7 @@ _SCHEDULER: Names = {
 }
 _TOKENS: Names = {
     "free_pages": None,
+    "get_all_free_pages": (),
     "free_group": None,
     "alloc": ("need_size",),
     "free": ("free_index",),
@@ -51,12 +54,19 @@ _TOKENS: Names = {
 }
 _PAGES: Names = {
     "free_pages": None,
+    "get_all_free_pages": (),
     "num_pages": None,
     "alloc": ("need_size",),
     "alloc_extend": ("prefix_lens", "seq_lens", "last_loc", "extend_num_tokens"),
     "alloc_decode": ("seq_lens", "last_loc"),
     "merge_and_sort_free": (),
     "_release_page_ids": ("page_ids",),
+}
+_DRAFTS: Names = {
+    "forward_batch_generation": ("batch",),
+    "draft_worker.draft_runner.token_to_kv_pool": None,
+    "draft_worker._draft_extend_for_prefill": ("batch", "target_hidden_states"),
+    "draft_worker._draft_extend_for_decode": ("batch", "batch_result"),
 }
 _FORWARD_FIELDS = (
     "forward_mode",
@@ -104,6 +114,11 @@ def check_scheduler(scheduler: Any, version: str) -> None:
     missing += [f"Req.{name}" for name in _REQUEST if name not in arguments]
     missing += [f"Req.{name}()" for name in _REQUEST_METHODS if not callable(getattr(Req, name, None))]
     _refuse(missing, version)
+
+
+def check_drafts(worker: Any, version: str) -> None:
+    """Raises ConfigError when a worker that drafts lacks something that the adapter uses."""
+    _refuse(find_missing(worker, _DRAFTS, type(worker).__name__), version)
 
 
 def check_allocator(allocator: Any, version: str) -> None:

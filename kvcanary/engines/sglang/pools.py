@@ -6,7 +6,7 @@ Pools are known by their exact class: a subclass may lay its bytes out in anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from kvcanary.layout import AttentionGroup, KVSource, PoolLayout, Run
 
 _TRASH = (0,)
 """Padding writes to page 0 (slot 0 with pages of one token), and attention of padded rows may read it."""
+
+
+DRAFT_PART = "draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Space:
         translation: int64 table from full slots to this space's; None: they are the same.
         pool: SGLang's pool of the group's layers.
         window: tokens that attention sees; None: all.
+        draft: SGLang's pool of a draft model's layers over the same slots.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Space:
     translation: torch.Tensor | None
     pool: Any
     window: int | None = None
+    draft: Any = None
 
 
 @dataclass(slots=True)
@@ -63,6 +68,11 @@ def find_spaces(runner: Any, allocator: Any) -> tuple[list[Space], list[str]]:
     return [Space("full", allocator, None, pool)], []
 
 
+def is_known(pool: Any) -> bool:
+    """Whether a pool can be viewed by itself."""
+    return type(pool).__name__ in _DESCRIBE
+
+
 def make_layout(spaces: list[Space], uncovered: list[str], tp_rank: int) -> PoolLayout:
     """The layout of the spaces; sources are views of SGLang's buffers.
 
@@ -76,6 +86,11 @@ def make_layout(spaces: list[Space], uncovered: list[str], tp_rank: int) -> Pool
         page_size = int(space.allocator.page_size)
         _DESCRIBE[type(space.pool).__name__](space.pool, page_size, tp_rank, described)
         missing += [f"{space.name}: {words}" for words in described.uncovered]
+        if space.draft is not None:
+            draft = _Described()
+            _DESCRIBE[type(space.draft).__name__](space.draft, page_size, tp_rank, draft)
+            missing += [f"draft of {space.name}: {words}" for words in draft.uncovered]
+            described.sources += [replace(it, name=f"draft.{it.name}", part=DRAFT_PART) for it in draft.sources]
         groups.append(
             AttentionGroup(
                 name=space.name,

@@ -12,6 +12,7 @@ from kvcanary.engines.sglang.pools import Space
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
     from kvcanary.engines.base import Patches
+    from kvcanary.engines.sglang.late import LateLedger
 
 
 @dataclass(slots=True)
@@ -25,8 +26,17 @@ class _Live:
 class Requests:
     """Requests of one scheduler."""
 
-    def __init__(self, canary: Canary, ear: Ear, table: Any, spaces: Sequence[Space], max_rows: int) -> None:
+    def __init__(  # noqa: PLR0917 - what a scheduler's requests are told to, and of what
+        self,
+        canary: Canary,
+        ear: Ear,
+        table: Any,
+        spaces: Sequence[Space],
+        max_rows: int,
+        ledger: LateLedger | None = None,
+    ) -> None:
         self._canary = canary
+        self._ledger = ledger
         self._ear = ear
         self._table = table
         self._space = next((space for space in spaces if space.translation is None), None)
@@ -81,6 +91,8 @@ class Requests:
         slots = self._table.req_to_token[request.kv.req_pool_idx, :length]
         pages = slots if page_size == 1 else slots[::page_size] // page_size
         self._ear.about(self._canary.reuse, space.name, request.rid, pages)
+        if self._ledger is not None:
+            self._ledger.tell("reuse", request.rid, pages)
         if length % page_size:
             self._ear.about(self._canary.own, space.name, request.rid, pages[-1:])
 

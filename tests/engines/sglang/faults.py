@@ -26,13 +26,14 @@ class Fault:
 class Injection:
     """One fault in one run."""
 
-    def __init__(self, rig: Rig, fault: str) -> None:
+    def __init__(self, rig: Rig, fault: str, turns: int = _TURN) -> None:
         self.rig = rig
+        self._turns = turns
         self.fault = FAULTS[fault]
         self.victims: list[str] = []
         self.forward = -1
         self.batch: Any = None
-        self._canary: Any = None
+        self.canary: Any = None
         self._began = rig.turns
         self._undo: Callable[[], None] | None = None
 
@@ -51,7 +52,7 @@ class Injection:
 
     def start(self, canary: Any) -> None:
         """Watch for the moment."""
-        self._canary = canary
+        self.canary = canary
         runner = self.rig.scheduler.tp_worker.model_runner
         watched = runner.forward
 
@@ -78,10 +79,10 @@ class Injection:
         return {"victims": self.victims, "planted": self.forward}
 
     def _due(self, decoding: bool) -> bool:
-        return self.forward < 0 and decoding and self.rig.turns - self._began >= _TURN and len(self.running) >= 3
+        return self.forward < 0 and decoding and self.rig.turns - self._began >= self._turns and len(self.running) >= 3
 
     def _plant(self) -> None:
-        self.forward = self._canary.next_forward
+        self.forward = self.canary.next_forward
         self.victims = [req.rid if not isinstance(req, str) else req for req in self.fault.plant(self)]
 
 
@@ -142,6 +143,15 @@ def _flipped_bit(at: Injection) -> list[Any]:
     return [victim]
 
 
+def _lost_draft(at: Injection) -> list[Any]:
+    """The draft model's part of a token goes back to what it was before it was written."""
+    victim = at.running[1]
+    pool = at.rig.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[at.slots(victim, 20, 21)] = 0
+    return [victim]
+
+
 def _window_freed(at: Injection) -> list[Any]:
     victim = at.running[0]
     length = len(victim.origin_input_ids) + len(victim.output_ids)
@@ -152,11 +162,23 @@ def _window_freed(at: Injection) -> list[Any]:
 def _moved_slot(at: Injection) -> list[Any]:
     """No fault: a token moves to another slot, as SGLang moves the accepted ones of a draft tree."""
     req, scheduler = at.running[0], at.rig.scheduler
-    old, new = at.slots(req, 20, 21).clone(), scheduler.token_to_kv_pool_allocator.alloc(1).clone()
+    place = len(req.origin_input_ids) + 2  # the prompt is the prefix tree's, too
+    old, new = at.slots(req, place, place + 1).clone(), scheduler.token_to_kv_pool_allocator.alloc(1).clone()
     scheduler.tp_worker.model_runner.token_to_kv_pool.move_kv_cache(new, old)
-    at.table[req.kv.req_pool_idx, 20] = new[0]
+    at.table[req.kv.req_pool_idx, place] = new[0]
     scheduler.token_to_kv_pool_allocator.free(old)
     return [req]
+
+
+def _nothing(_: Injection) -> list[Any]:
+    """No fault."""
+    return []
+
+
+def _unscheduled(at: Injection) -> list[Any]:
+    """No fault: the model runs without a scheduled batch, as it does for warm-up and graph capture."""
+    at.rig.scheduler.tp_worker.model_runner.forward(at.batch)
+    return [] if at.forward == at.canary.next_forward else at.running
 
 
 _ALL = frozenset({"tokens", "pages", "window"})
@@ -168,7 +190,10 @@ FAULTS: dict[str, Fault] = {
     "stale_mapping": Fault(_stale_mapping, frozenset({"tokens", "pages"}), early=True),
     "wrong_token": Fault(_wrong_token, frozenset({"tokens"}), early=True),
     "shifted_position": Fault(_shifted_position, frozenset({"tokens"}), early=True),
-    "flipped_bit": Fault(_flipped_bit, _ALL),
+    "flipped_bit": Fault(_flipped_bit, _ALL | {"drafts"}),
+    "lost_draft": Fault(_lost_draft, frozenset({"drafts"})),
     "moved_slot": Fault(_moved_slot, frozenset({"tokens"})),
+    "none": Fault(_nothing, frozenset()),
+    "unscheduled": Fault(_unscheduled, frozenset({"tokens"})),
     "window_freed": Fault(_window_freed, frozenset({"window"})),
 }

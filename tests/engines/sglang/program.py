@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, Self
 
 from kvcanary.errors import KVCorruptionError
-from kvcanary.events import RequestQuarantined, RunStarted, SnapshotTaken, ViolationDetected
+from kvcanary.events import OwnershipViolated, RequestQuarantined, RunStarted, SnapshotTaken, ViolationDetected
 from tests.engines.sglang import attaching
 from tests.engines.sglang.faults import FAULTS, Injection
 from tests.engines.sglang.rig import MODELS, Rig
@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "SGLANG_TEST_RETRACT_INTERVAL": "40",
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
 }
-ATTACHING = HEALING = RAISING = frozenset({"tokens"})
+ATTACHING = HEALING = RAISING = SALTING = UPDATING = frozenset({"tokens"})
 RETRACTING = frozenset({"pages"})
 
 
@@ -57,9 +57,16 @@ def main(name: str) -> None:
     report: dict[str, Any] = {"clean": clean(rig, small=name == "drafts")}
     if name in ATTACHING:
         report["attaching"] = attaching.report(rig)
+    if name in SALTING:
+        report["salted"] = {fault: salted(rig, fault) for fault in ("", "stale_entry")}
+    if name in UPDATING:
+        report["updated"] = update_weights(rig)
     if name in HEALING:
         report["healed"] = heal(rig)
-    report["faults"] = {fault: spoil(rig, fault) for fault, where in FAULTS.items() if name in where.configurations}
+    small = name == "drafts"  # SGLang has a kernel for these on a CPU only in Triton's interpreter
+    report["faults"] = {
+        fault: spoil(rig, fault, small=small) for fault, where in FAULTS.items() if name in where.configurations
+    }
     if name in RAISING:
         report["raised"] = raised(rig)  # last, since it leaves the loop in the middle of a turn
     print("REPORT " + json.dumps(report))  # noqa: T201 - what the test reads
@@ -101,6 +108,33 @@ def heal(rig: Rig) -> dict[str, Any]:
     return {**report, "answers": answers}
 
 
+def salted(rig: Rig, fault: str) -> dict[str, Any]:
+    """One prompt under several names of its own, which must not share; ``fault``: a slot of one is given to another."""
+    rig.scheduler.flush_cache()
+    prompt = rig.prompt(50)
+    for i, names in enumerate(({"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "b"}, {"cache_salt": "c"})):
+        rig.submit(f"salted-{i}", prompt, 30, **names)
+    injection = Injection(rig, fault or "none")
+    with watched(rig) as seen:
+        injection.start(seen.canary)
+        rig.run(injection.turn)
+        injection.end()
+    return {**seen.report(rig), **injection.report()}
+
+
+def update_weights(rig: Rig) -> dict[str, Any]:
+    """New weights that leave the prefix tree as it is, and a request that finds its prefix there."""
+    rig.scheduler.flush_cache()
+    prompt = rig.prompt(40)
+    with watched(rig) as seen:
+        rig.submit("weights-before", prompt, 4)
+        rig.run()
+        rig.scheduler.record_weight_version_change("2")
+        rig.submit("weights-after", prompt, 4)
+        rig.run()
+    return seen.report(rig)
+
+
 def raised(rig: Rig) -> dict[str, Any]:
     """What comes out of the loop in ``raise`` mode."""
     rig.scheduler.flush_cache()
@@ -123,13 +157,14 @@ def abort(rig: Rig, name: str) -> bool:
     return True
 
 
-def spoil(rig: Rig, fault: str) -> dict[str, Any]:
+def spoil(rig: Rig, fault: str, *, small: bool) -> dict[str, Any]:
     """The same requests each time, and one fault in the middle."""
     rig.scheduler.flush_cache()
     rig.random.seed(7)
-    for i in range(4):
-        rig.submit(f"{fault}-{i}", rig.prompt(50 + i), 40)
-    injection = Injection(rig, fault)
+    requests, prompt, output, turns = (3, 24, 9, 4) if small else (4, 50, 40, 15)
+    for i in range(requests):
+        rig.submit(f"{fault}-{i}", rig.prompt(prompt + i), output)
+    injection = Injection(rig, fault, turns)
     with watched(rig) as seen:
         injection.start(seen.canary)
         rig.run(injection.turn)
@@ -171,11 +206,13 @@ class watched:  # noqa: N801 - a context manager
                     "slot": event.slot,
                     "forward": event.forward,
                     "owner_state": event.owner_state,
+                    "part": event.part,
                     "position": event.position_expected,
                 }
                 for event in events
                 if isinstance(event, ViolationDetected)
             ],
+            "ownership": sorted({event.kind for event in events if isinstance(event, OwnershipViolated)}),
             "quarantined": [
                 (event.request, event.action, event.tokens_left)
                 for event in events
@@ -185,6 +222,7 @@ class watched:  # noqa: N801 - a context manager
             "verified": last.verified,
             "unverified": last.unverified,
             "groups": [group.name for group in started.groups],
+            "parts": [group.parts for group in started.groups],
             "uncovered": started.uncovered,
             "unarmed": started.unarmed,
             "overlap": bool(rig.scheduler.enable_overlap),

@@ -32,7 +32,8 @@ class Bench:
         self.canary.bind(PoolLayout((group,)), max_tokens=8, max_batch_rows=2, max_rows=2)
         self.canary.arm()
         self.patches = Patches()
-        AllocatorWatch(self.canary, Ear(self.canary), "full", allocator).wire(self.patches)
+        self.watch = AllocatorWatch(self.canary, Ear(self.canary), "full", allocator)
+        self.watch.wire(self.patches)
 
     def states(self) -> dict[int, int]:
         """Pages that somebody was told about, after the facts so far; reports included."""
@@ -134,6 +135,20 @@ def test_a_view_that_changes_after_its_free_is_told_as_it_was(listen: Any) -> No
     freed = row[:2].tolist()
     row.fill_(0)
     assert bench.freed() == freed
+
+
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_what_is_free_when_records_are_reset_is_known_to_be_free(listen: Any, need_sort: bool) -> None:
+    for page_size in (1, 8):
+        bench = listen(page_size, need_sort)
+        taken = bench.allocator.alloc(16)
+        bench.allocator.free(taken[:8])
+        bench.canary.arm()
+        bench.watch.tell_free()
+        assert sorted({*bench.freed(), *(taken[8:] // page_size).tolist()}) == list(range(1, SLOTS // page_size + 1))
+        assert bench.findings() == 0
+        bench.allocator.free(taken[:1])
+        assert bench.findings() == 1
 
 
 def test_a_second_free_is_found(listen: Any) -> None:

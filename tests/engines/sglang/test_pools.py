@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcanary.batch import ForwardBatch, GroupBatch
+from kvcanary.canary import Canary
+from kvcanary.config import CanaryConfig
 from kvcanary.engines.sglang.pools import Space, find_spaces, make_layout
 from kvcanary.engines.sglang.sentinel import token_bytes, write_sentinels
 from kvcanary.errors import ConfigError
@@ -197,6 +200,39 @@ def test_what_a_pool_writes_is_where_its_sources_are_and_nowhere_else(case: str)
     assert len(places) == sources * len(SLOTS)
     assert written <= set().union(*places.values())
     assert all(written & place for place in places.values())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in {"mha fp8", "deepseek v4 uniform"}])
+def test_what_a_token_loses_of_any_source_is_found(case: str) -> None:
+    """Keys, values, scales and index keys, one after the other: each is sealed with its token."""
+    make, write, _ = CASES[case]
+    pool = make()
+    layout = layout_of(pool)
+    canary = Canary(CanaryConfig(mode="log"))
+    canary.bind(layout, max_tokens=8, max_batch_rows=1, max_rows=1)
+    canary.arm()
+    page_size = layout.groups[0].page_size
+    first = page_size if page_size > SLOTS[0] else 0  # page 0 is nobody's
+    row, slots = canary.admit("r"), torch.tensor(SLOTS) + first
+    batch = ForwardBatch(
+        input_ids=torch.arange(3),
+        query_start_loc=torch.tensor([0, 3]),
+        context_lens=torch.tensor([0]),
+        request_rows=torch.tensor([row]),
+        groups=(GroupBatch(slot_mapping=slots),),
+    )
+    pages, lost = sorted(set((slots // page_size).tolist())), int(slots[1])
+    canary.alloc("full", "r", pages)
+    with canary.step(), canary.forward(batch):
+        write(pool, slots)
+    assert canary.verify("full", pages).clean
+    for source in layout.groups[0].sources:
+        (place, *_) = token_bytes(source, lost)
+        kept = place.clone()
+        place.copy_(kept ^ 1)
+        assert [found.slot for found in canary.verify("full", pages).mismatches] == [lost], source.name
+        place.copy_(kept)
+    canary.stop(1)
 
 
 def test_keys_by_head_are_found_too(hnd: None) -> None:

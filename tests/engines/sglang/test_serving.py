@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize("configuration", ["tokens", "pages", "window", "drafts"])
 def test_a_clean_run_reports_nothing_and_leaves_nothing_unverified(served: Served, configuration: str) -> None:
     clean = served(configuration)["clean"]
-    assert clean["violations"] == []
+    assert (clean["violations"], clean["ownership"]) == ([], [])
     unverified = {reason: counts for reason, counts in clean["unverified"].items() if any(counts.values())}
     assert set(unverified) <= {"out_of_window"}
     assert clean["verified"]["writes"]["full"] == clean["verified"]["sealed"]["full"] > 50
@@ -24,6 +24,19 @@ def test_a_clean_run_reports_nothing_and_leaves_nothing_unverified(served: Serve
 def test_clean_runs_verify_a_quarter_of_a_million_positions(served: Served) -> None:
     runs = [served(name)["clean"] for name in ("tokens", "pages", "window", "drafts")]
     assert sum(sum(run["verified"]["links"].values()) for run in runs) > 250_000
+
+
+@pytest.mark.parametrize("configuration", ["tokens", "pages", "window"])
+def test_the_ledger_follows_the_prefix_tree(served: Served, configuration: str) -> None:
+    clean = served(configuration)["clean"]
+    assert min(clean["events"][name] for name in ("PrefixPublished", "PrefixReused", "PrefixEvicted")) > 10
+    assert clean["events"].get("FactsLost", 0) == 0
+
+
+def test_a_prefix_that_older_weights_made_is_told(served: Served) -> None:
+    updated = served("tokens")["updated"]
+    assert (updated["events"]["WeightsUpdated"], updated["ownership"]) == (1, ["STALE_EPOCH"])
+    assert updated["violations"] == []
 
 
 def test_the_overlap_loop_was_the_one_that_ran(served: Served) -> None:
@@ -43,16 +56,23 @@ def test_window_layers_are_checked_through_their_own_slots(served: Served) -> No
     assert clean["unverified"]["out_of_window"]["swa"] > 10_000
 
 
-def test_rounds_of_drafts_are_verified_and_the_draft_model_is_listed_as_uncovered(served: Served) -> None:
-    clean = served("drafts")["clean"]
-    assert clean["verified"]["links"]["full"] > 50
-    assert clean["uncovered"] == ["the KV of the draft model (STANDALONE)"]
+def test_rounds_of_drafts_are_verified_with_the_draft_models_own_part(served: Served) -> None:
+    drafts, tokens = served("drafts")["clean"], served("tokens")["clean"]
+    assert drafts["verified"]["links"]["full"] > 50
+    assert drafts["uncovered"] == []
+    assert (drafts["parts"], tokens["parts"]) == ([["target", "draft"]], [["target"]])
+
+
+def test_a_lost_draft_part_is_told_from_the_target_model(served: Served) -> None:
+    faults = served("drafts")["faults"]
+    assert {v["part"] for v in faults["lost_draft"]["violations"]} == {"draft"}
+    assert {v["part"] for v in faults["flipped_bit"]["violations"]} == {"target"}
 
 
 def test_checks_without_facts_are_told_as_unarmed(served: Served) -> None:
     unarmed = served("tokens")["clean"]["unarmed"]
-    assert {"EARLY_REUSE", "FREED_WHILE_PUBLISHED", "WINDOW_FREED_EARLY", "TRANSFER_OVERLAP"} <= set(unarmed)
-    assert {"DOUBLE_FREE", "DOUBLE_ALLOC", "UNWRITTEN", "WRITE_FREED", "FINAL_DIGEST"}.isdisjoint(unarmed)
+    assert {"EARLY_REUSE", "WINDOW_FREED_EARLY", "TRANSFER_OVERLAP", "FAILED_LOAD_USED"} <= set(unarmed)
+    assert {"DOUBLE_FREE", "FREED_WHILE_PUBLISHED", "STALE_EPOCH", "UNWRITTEN", "FINAL_DIGEST"}.isdisjoint(unarmed)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +96,8 @@ def test_checks_without_facts_are_told_as_unarmed(served: Served) -> None:
         ("window", "stale_entry", "DIGEST", 0),
         ("window", "flipped_bit", "CONTENT", 2),
         ("window", "window_freed", "WINDOW", 0),
+        ("drafts", "flipped_bit", "CONTENT", 2),
+        ("drafts", "lost_draft", "CONTENT", 2),
     ],
 )
 def test_a_planted_fault_is_named_with_its_request(
@@ -94,10 +116,27 @@ def test_a_slot_that_is_freed_while_it_is_read_is_told_as_freed(served: Served) 
     assert [(v["kind"], v["owner_state"]) for v in found] == [("UNWRITTEN", "freed")]
 
 
+@pytest.mark.parametrize("configuration", ["tokens", "pages"])
+def test_a_page_that_is_freed_while_the_prefix_tree_holds_it_is_told(served: Served, configuration: str) -> None:
+    assert "FREED_WHILE_PUBLISHED" in served(configuration)["faults"]["extra_free"]["ownership"]
+
+
 def test_records_follow_a_token_that_moves(served: Served) -> None:
     moved = served("tokens")["faults"]["moved_slot"]
     assert moved["planted"] > 0
-    assert moved["violations"] == []
+    assert (moved["violations"], moved["ownership"]) == ([], [])
+
+
+def test_a_forward_that_no_scheduler_asked_for_is_not_judged(served: Served) -> None:
+    unscheduled = served("tokens")["faults"]["unscheduled"]
+    assert unscheduled["planted"] > 0
+    assert (unscheduled["victims"], unscheduled["violations"], unscheduled["ownership"]) == ([], [], [])
+
+
+def test_prefixes_that_extra_keys_and_salts_keep_apart_are_told_apart(served: Served) -> None:
+    clean, mixed = served("tokens")["salted"][""], served("tokens")["salted"]["stale_entry"]
+    assert (clean["violations"], clean["ownership"], clean["events"].get("PrefixReused", 0)) == ([], [], 0)
+    assert {(v["kind"], v["request"]) for v in mixed["violations"]} == {("DIGEST", "salted-0")}
 
 
 def test_raise_mode_ends_the_loop_with_the_first_corruption(served: Served) -> None:
