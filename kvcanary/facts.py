@@ -97,7 +97,7 @@ class FactRecorder:
             BatchError: the request is no string.
         """
         if self.enabled and len(pages):
-            if not isinstance(request, str):  # the drain would take it for several requests
+            if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - the drain would see several
                 raise BatchError(f"request {request!r}: ids must be strings")
             held = tuple(pages)  # the caller goes on writing into its list
             if len(self._calls) >= self._room:

@@ -57,7 +57,7 @@ class Instance:
         """Slots of a request; ``taken``: pages that others have before."""
         if taken:
             self.allocator.alloc(taken * PAGE)
-        slots = self.allocator.alloc(-(-tokens // PAGE) * PAGE)
+        slots: torch.Tensor = self.allocator.alloc(-(-tokens // PAGE) * PAGE)
         self.canary.alloc("full", request, sorted(set((slots // PAGE).tolist())))
         return slots
 
