@@ -61,10 +61,12 @@ def measure(setting: Setting, name: str) -> Measured:
 
 
 def _until_both_lose(engine: Engine) -> None:
+    engine.resume()
     for _ in range(_MOST_STEPS):
         engine.step()
         if engine.steps % 50 == 0:
             engine.settle()
             if all(engine.reports[sink].dropped for sink in (_BLOCKED, Journal.name)):
+                engine.pause()
                 return
     raise BenchError(f"after {_MOST_STEPS} steps nothing was given up: {engine.reports}")
