@@ -104,8 +104,11 @@ class Oracle:
         """Pages are handed out."""
         for page in pages:
             key = group, page
-            if self._now.get(key) or key in self._epochs or key in self._filling:
-                self.wrong("owner", request, group=group, page=page)
+            held = self._now.get(key)
+            if held or key in self._epochs or key in self._filling:
+                # Handed to the one who has it, a page stays where it is, for all that the ledger is told.
+                told_again = held == {request} and key not in self._epochs and key not in self._filling
+                self.wrong("owner", request, group=group, page=page, due="never" if told_again else "now")
             self._now[key] = {request}
             self._known.add(key)
         self._device.launch(lambda: self._handed(group, request, pages))
