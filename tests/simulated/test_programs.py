@@ -29,6 +29,14 @@ def test_oracle_and_canary_agree_on_random_programs_with_at_most_one_fault(first
     assert found.reads > CHUNK
 
 
+@pytest.mark.parametrize("seed", [1191, 13163])
+def test_oracle_and_canary_agree_where_they_once_did_not(seed: int) -> None:
+    """A page handed to its only holder; and a lost write whose page was given up before anybody looked again."""
+    found = search([seed], ["", *SIMULATED], length=LENGTH)
+    assert sum(found.harmed.values()) == 0
+    assert not found.problems
+
+
 def test_oracle_and_canary_agree_on_long_programs_without_a_fault() -> None:
     found = search(range(10_000, 10_040), [""], length=60)
     assert not found.problems, "\n\n".join(found.problems)

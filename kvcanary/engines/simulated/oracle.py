@@ -8,7 +8,7 @@ holds each page, both as the scheduler sees it and as the device does, which is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -129,6 +129,17 @@ class Oracle:
         for page in pages:
             self._now.get((group, page), set()).discard(request)
         self._device.launch(lambda: self._parted(group, request, pages))
+
+    def replaced(self, group: str, request: str, positions: range) -> None:
+        """A request has other pages for ``positions``, and looks at the old ones no more."""
+
+        def forgive() -> None:
+            for at, one in enumerate(self.wrongs):
+                mine = (one.group, one.request) == (group, request) and one.position in positions
+                if mine and one.due == "next" and one.kind in ("read", "write", "content"):
+                    self.wrongs[at] = replace(one, due="never")
+
+        self._device.launch(forgive)
 
     def freed(self, group: str, pages: Sequence[int]) -> None:
         """Pages are given back."""

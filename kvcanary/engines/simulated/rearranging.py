@@ -57,3 +57,4 @@ def deduplicate(engine: SimulatedEngine, request: Request) -> None:
                 pool.share(request.name, [other], engine.epoch)
                 pages[block] = other
                 pool.drop(request.name, [own])
+                engine.oracle.replaced(group, request.name, range(block * size, (block + 1) * size))
