@@ -35,12 +35,17 @@ class Rows:
         max_rows: most rows of one forward.
         max_tokens: most tokens of one forward.
         device: of the cache.
+
+    Attributes:
+        drafts, taken: for counts of each row of a forward with drafts, ``[max_rows]``.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
-        self._known = _Upload(2 * max_rows, torch.int32, device)
-        self._salts = _Upload(max_tokens, torch.int64, device)
+        self._known = Upload(2 * max_rows, torch.int32, device)
+        self._salts = Upload(max_tokens, torch.int64, device)
         self._context = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.drafts = Upload(max_rows, torch.int64, device)
+        self.taken = Upload(max_rows, torch.int64, device)
 
     def batch(
         self,
@@ -84,7 +89,7 @@ class Rows:
         )
 
 
-class _Upload:
+class Upload:
     """Numbers that change with each forward, on their way to one place on the device."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -93,6 +98,7 @@ class _Upload:
         self._device = torch.zeros(size, dtype=dtype, device=device)
 
     def send(self, numbers: Sequence[int]) -> torch.Tensor:
+        """The numbers on the device, without a wait. They are overwritten by the next ones."""
         self._host.rotate()
         count, host = len(numbers), self._host[0]
         host[:count] = torch.tensor(numbers, dtype=host.dtype)

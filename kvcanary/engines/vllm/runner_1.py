@@ -86,13 +86,13 @@ class _Hooks:
 
     def _rejected(self, sampled: Any, verified: Any) -> torch.Tensor:
         """Drafts that the target did not take, ``[B]``. A row without drafts has none, however few ids it got."""
-        device = self._watch.pool.layout.device
+        rows = self._watch.rows
         count = self._runner.input_batch.num_reqs
         if verified is None:
-            return torch.zeros(count, dtype=torch.int64, device=device)
-        drafts = torch.tensor(verified.num_draft_tokens, dtype=torch.int64, device=device)
+            return rows.drafts.send([0] * count)
+        drafts = rows.drafts.send(verified.num_draft_tokens)
         if isinstance(sampled, torch.Tensor):
             taken = (sampled[:count] >= 0).sum(1)
         else:
-            taken = torch.tensor([len(ids) for ids in sampled], dtype=torch.int64, device=device)
+            taken = rows.taken.send([len(ids) for ids in sampled])
         return torch.where(drafts > 0, drafts + 1 - taken, 0).clamp_(min=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -200,11 +201,15 @@ class WorkerWatch:
         self._entered = self._drafting = False
         self.canary.leave()
 
+    @cached_property
+    def _token_numbers(self) -> torch.Tensor:
+        return torch.arange(int(self.runner.max_num_tokens), device=self.canary.state.device)
+
     def _leave_out(self, rejected: torch.Tensor) -> None:
         state = self.canary.state
         batch = state.scratch_batch[: rejected.shape[0]]
         ends = batch[:, BatchWord.FIRST_TOKEN] + batch[:, BatchWord.NEW]
-        tokens = torch.arange(int(self.runner.max_num_tokens), device=ends.device)
+        tokens = self._token_numbers
         row = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
         late = tokens >= (ends - rejected)[row]
         state.scratch_slots.masked_fill_(late, -1)
