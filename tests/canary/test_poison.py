@@ -145,8 +145,7 @@ def started() -> Iterator[Callable[..., dict[str, str]]]:
         canary = Canary(CanaryConfig(mode="log", **settings), observers=[recorder]).start()
         made.append(canary)
         HandEngine(canary)
-        assert canary.flush(5)
-        unarmed: dict[str, str] = recorder.of(RunStarted)[-1].unarmed
+        unarmed: dict[str, str] = recorder.wait_for(RunStarted).unarmed
         return unarmed
 
     yield start
