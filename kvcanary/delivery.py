@@ -317,7 +317,6 @@ class Outlet:
                 await self._settle(result)
         except Exception as error:  # noqa: BLE001 - whatever a sink raises is its own failure
             self._failed += count
-            self._error = words_of(error)
             self._queue.done()
             await self._fail(error, event_name(first))
         else:

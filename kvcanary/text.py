@@ -1,8 +1,9 @@
-"""Names as clients choose them: request ids may hold newlines, terminal commands, and halves of characters."""
+"""Names as others choose them: request ids hold newlines, terminal commands, half characters; words are misspelt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 
@@ -23,3 +24,17 @@ def encodable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encodable(item) for item in cast("list[Any]", value)]
     return value
+
+
+def encoded(encode: Callable[[Any], bytes], value: Any) -> bytes:
+    """What ``encode`` makes of a plain value; of :func:`encodable` where it cannot."""
+    try:
+        return encode(value)
+    except UnicodeEncodeError:
+        return encode(encodable(value))
+
+
+def near_to(word: str, known: Iterable[str]) -> str:
+    """A hint at the word that was probably meant, to be put behind the one that was found; "" if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -17,7 +17,7 @@ import msgspec
 
 from kvcanary.errors import BatchError, ConfigError
 from kvcanary.integers import whole_numbers
-from kvcanary.text import encodable
+from kvcanary.text import encoded
 
 WIRE_VERSION = 2
 """Of the bytes that :meth:`FactWriter.pack` makes."""
@@ -199,7 +199,7 @@ class FactWriter(LifecycleCalls):
             return b""
         calls, self._calls, self._lost = self._calls, [], 0
         try:
-            return _encode((WIRE_VERSION, calls))
+            return encoded(msgspec.msgpack.encode, (WIRE_VERSION, calls))
         except (TypeError, OverflowError) as error:
             self._lost = len(calls)
             raise BatchError(f"facts for another process must be plain values; {error}") from error
@@ -210,13 +210,6 @@ class FactWriter(LifecycleCalls):
             # What follows a gap is of little use without what fell into it.
             self._lost += len(self._calls)
             self._calls.clear()
-
-
-def _encode(packed: tuple[int, list[Call]]) -> bytes:
-    try:
-        return msgspec.msgpack.encode(packed)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode(encodable(packed))
 
 
 def unpack(data: bytes) -> list[Call]:

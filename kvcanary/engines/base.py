@@ -5,7 +5,6 @@ Importing this module imports no engine and no torch.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvcanary.errors import ConfigError
+from kvcanary.text import near_to
 
 if TYPE_CHECKING:
     from kvcanary.canary import Canary
@@ -126,10 +126,9 @@ def unarmed_checks(adapter: Adapter) -> dict[str, str]:
         ConfigError: it says that it delivers what is no fact.
     """
     for fact in sorted(adapter.facts - FACTS):
-        near = difflib.get_close_matches(fact, FACTS, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"the {adapter.name} adapter names a fact {fact!r} in `facts`{hint}; facts are {', '.join(sorted(FACTS))}"
+            f"the {adapter.name} adapter names a fact {fact!r} in `facts`{near_to(fact, FACTS)}; "
+            f"facts are {', '.join(sorted(FACTS))}"
         )
     missing = FACTS - adapter.facts
     return {

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcanary.events import Event, PageRun, UnknownEvent
-from kvcanary.text import encodable
+from kvcanary.text import encodable, encoded
 
 APPLICATION_ID = 0x6B764A31
 """In the header of every journal, so that no other SQLite file is taken for one (or deleted as one)."""
@@ -142,7 +142,7 @@ class Frame:
             self.last_time_ns,
             zlib.crc32(data),
             _listed(self.requests),
-            _packed(self.pages),
+            encoded(msgspec.msgpack.encode, self.pages),
             data,
         )
 
@@ -226,13 +226,6 @@ class EventEncoder:
 
 def _as_msgpack(raw: bytes) -> bytes:
     return msgspec.msgpack.encode(msgspec.json.decode(raw)) if raw[:1] == b"{" else raw
-
-
-def _packed(pages: dict[str, list[PageRun]]) -> bytes:
-    try:
-        return msgspec.msgpack.encode(pages)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode({encodable(group): runs for group, runs in pages.items()})
 
 
 def _listed(requests: set[str]) -> str:

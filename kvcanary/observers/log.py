@@ -41,7 +41,7 @@ from kvcanary.observers.base import Restart
 from kvcanary.observers.log_format import Processor, describe, flat_fields, iso_time, level_of, rename
 from kvcanary.observers.log_format import profile as shape
 from kvcanary.observers.redact import redact as withhold
-from kvcanary.text import encodable
+from kvcanary.text import encoded
 
 LOGGER_NAME = "kvcanary"
 DEFAULT_INTERESTS: tuple[type[Event], ...] = (
@@ -301,7 +301,4 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _render(_logger: Any, _method: str, fields: Any) -> bytes:
-    try:
-        return _ENCODER.encode(fields)
-    except UnicodeEncodeError:
-        return _ENCODER.encode(encodable(fields))
+    return encoded(_ENCODER.encode, fields)

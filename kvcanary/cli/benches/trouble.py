@@ -46,7 +46,8 @@ def measure(setting: Setting, name: str) -> Measured:
             f"{blocks} pairs of blocks of {STEPS} steps of pure Python work, {STEPS_PER_S} a second, in turns, each "
             f"with the facts of {requests} decoding requests, their drain, the default folds and an observer of all "
             "events: beside a sink that never returns and a journal of every event on a full disk (both lose events "
-            "from before the first block on), and beside neither; median loss of throughput"
+            "from before the first block on), and beside neither; each block lasts until its facts are folded and "
+            "queued, and the other watch's drain stands still; median loss of throughput"
         ),
         details={
             "losses_percent": [round(loss, 3) for loss in losses],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvcanary.faults.scenario.happenings import Places
 from kvcanary.faults.scenario.pool import Pool, WorldError
 from kvcanary.faults.scenario.texts import Texts
-from kvcanary.faults.scenario.words import near
+from kvcanary.text import near_to
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class Engine:
                 raise WorldError(
                     f"the file has no tier {space!r}; its blocks need a line like tiers = {{ {space} = 4 }}"
                 )
-            raise WorldError(f"no group is called {space!r}{near(space, self.pool.groups)}; {where} has {known}")
+            raise WorldError(f"no group is called {space!r}{near_to(space, self.pool.groups)}; {where} has {known}")
         return inside
 
     def pages(self, group: str, slots: list[int]) -> list[int]:

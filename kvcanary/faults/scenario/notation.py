@@ -18,12 +18,12 @@ from kvcanary.faults.scenario.words import (
     length_in,
     listed,
     name_in,
-    near,
     number_in,
     places_in,
     some,
     term,
 )
+from kvcanary.text import near_to
 
 _EVENT = re.compile(r"(?P<word>[A-Za-z_]+)\s*(?P<name>[A-Za-z_][\w.\-]*)?\s*(?:\((?P<body>.*)\))?\s*(?P<tail>[^()]*)")
 _OF_COPIES = ("for", "ordered", "relaid", "only", "taking")
@@ -65,7 +65,9 @@ def parse_event(text: str) -> Happening:
     parts = Parts(text, found["word"], found["name"] or "", found["body"], (found["tail"] or "").strip())
     form = FORMS.get(parts.word)
     if form is None:
-        raise NotationError(f"no event is called {parts.word!r}{near(parts.word, FORMS)}; events are {listed(FORMS)}")
+        raise NotationError(
+            f"no event is called {parts.word!r}{near_to(parts.word, FORMS)}; events are {listed(FORMS)}"
+        )
     try:
         return form.read(parts)
     except NotationError as error:
@@ -217,7 +219,7 @@ def _row(text: str) -> Row:
             writes, fault = _writes(what)
         else:
             following = (
-                "; a semicolon goes before the next row" if word[:1].isupper() else near(word, ("reads", "writes"))
+                "; a semicolon goes before the next row" if word[:1].isupper() else near_to(word, ("reads", "writes"))
             )
             raise NotationError(f"a row reads and writes, got {word!r}{following}")
     return Row(name_in(request, "a request"), reads, writes, fault)
@@ -229,7 +231,7 @@ def _refuse_words(words: Iterable[str], known: tuple[str, ...]) -> None:
         if word in {"reads", "writes"}:
             raise NotationError(f"a comma goes before {word!r}")
         if re.fullmatch("[A-Za-z]+", word) and word not in {*known, "block", "page"}:
-            raise NotationError(f"expected slots or one of {listed(known)}, got {word!r}{near(word, known)}")
+            raise NotationError(f"expected slots or one of {listed(known)}, got {word!r}{near_to(word, known)}")
 
 
 def _writes(text: str) -> tuple[Places, Fault]:
@@ -288,7 +290,9 @@ def _copy_start(parts: Parts) -> Happening:
         elif word == "taking" and value:
             fields["taking"] = some(" ".join(value))
         else:
-            raise NotationError(f"{' '.join([word, *value])!r} is none of {listed(_OF_COPIES)}{near(word, _OF_COPIES)}")
+            raise NotationError(
+                f"{' '.join([word, *value])!r} is none of {listed(_OF_COPIES)}{near_to(word, _OF_COPIES)}"
+            )
     return happen.CopyStart(text=parts.text, name=parts.name, sources=sources, targets=targets, **fields)
 
 

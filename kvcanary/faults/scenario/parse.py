@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from kvcanary.faults.scenario.notation import parse_event
 from kvcanary.faults.scenario.words import NotationError
 from kvcanary.observers.explain_ownership import LEDGER_KINDS
 from kvcanary.record import Kind
+from kvcanary.text import near_to
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 20)]
 Number = Annotated[int, Meta(ge=0, le=1 << 20)]
@@ -217,11 +217,11 @@ class _Reader:
         unknown = re.search(r"unknown field `(\w+)`", message)
         if unknown is not None:
             known = _fields_at(path)
-            message = f"no field is called {unknown[1]!r}{nearest(unknown[1], known)}; fields are {', '.join(known)}"
+            message = f"no field is called {unknown[1]!r}{near_to(unknown[1], known)}; fields are {', '.join(known)}"
             path = (*path, unknown[1])
         elif path[:1] == ("expect",) and "missing" not in message and all(isinstance(part, int) for part in path[1:]):
             found = _value_at(raw, path)
-            hint = nearest(found, ("nothing",)) if path == ("expect",) and isinstance(found, str) else ""
+            hint = near_to(found, ("nothing",)) if path == ("expect",) and isinstance(found, str) else ""
             wanted = """"nothing", or a list of findings such as { kind = "DOUBLE_FREE", at = "free(3)" }"""
             message = f"{'.'.join(map(str, path))}: expected {wanted}, got {found!r}{hint}"
         elif path and isinstance(path[-1], str):
@@ -240,17 +240,17 @@ class _Reader:
             self.fail(("why",), 'why = "..." says why nothing is found, so it needs expect = "nothing"')
         for i, kind in enumerate(document.also):
             if kind not in KINDS:
-                self.fail(("also", i), f"no finding is called {kind!r}{nearest(kind, KINDS)}")
+                self.fail(("also", i), f"no finding is called {kind!r}{near_to(kind, KINDS)}")
 
     def _check_requests(self, document: Document, path: tuple[str, ...], requests: dict[str, Request]) -> None:
         others = {request.like for request in requests.values()}
         for name, request in requests.items():
             where = (*path, name)
             if request.like and request.like not in {*requests, *self._named(document)}:
-                near = nearest(request.like, self._named(document))
+                near = near_to(request.like, self._named(document))
                 self.fail(where, f"like = {request.like!r}: no event has such a request{near}")
             if name not in others and not _names(self._texts(document), name):
-                self.fail(where, f"no event names the request {name!r}{nearest(name, self._named(document))}")
+                self.fail(where, f"no event names the request {name!r}{near_to(name, self._named(document))}")
             for span in request.media:
                 if not re.fullmatch(r"\d+(\.\.\d+)?", span):
                     self.fail(where, f"media stands at positions such as '3' or '0..7', got {span!r}")
@@ -266,7 +266,7 @@ class _Reader:
             if name in DECIDED:
                 self.fail(("settings", name), f"a scenario does not choose {name!r}")
             if name not in known:
-                self.fail(("settings", name), f"no setting is called {name!r}{nearest(name, known)}")
+                self.fail(("settings", name), f"no setting is called {name!r}{near_to(name, known)}")
         try:
             CanaryConfig(mode="log", **settings)
         except ConfigError as error:
@@ -325,21 +325,21 @@ class _Reader:
     def _check_parties(self, document: Document, number: int, expected: Expected) -> None:
         for name in (expected.request, expected.other):
             if name and not _names(document.events, name):
-                near = nearest(name, self._named(document))
+                near = near_to(name, self._named(document))
                 self.fail(("expect", number), f"no event names the request {name!r}{near}")
         places = [*(group.name for group in (*document.groups, *document.remote)), *document.tiers]
         if expected.group and expected.group not in places:
-            near = nearest(expected.group, places)
+            near = near_to(expected.group, places)
             self.fail(("expect", number), f"no group or tier is called {expected.group!r}{near}")
 
     def _want(self, events: Sequence[str], number: int, expected: Expected) -> Want:
         where = ("expect", number)
         if expected.kind not in KINDS:
-            self.fail(where, f"no finding is called {expected.kind!r}{nearest(expected.kind, KINDS)}")
+            self.fail(where, f"no finding is called {expected.kind!r}{near_to(expected.kind, KINDS)}")
         found = [i for i, text in enumerate(events) if text == expected.at]
         found = found or [i for i, text in enumerate(events) if text.startswith(expected.at)]
         if not found:
-            self.fail(where, f"no event begins with {expected.at!r}{nearest(expected.at, events)}")
+            self.fail(where, f"no event begins with {expected.at!r}{near_to(expected.at, events)}")
         if len({events[i] for i in found}) > 1:
             alike = ", ".join(repr(events[i]) for i in found)
             self.fail(
@@ -348,12 +348,6 @@ class _Reader:
         if expected.nth > len(found):
             self.fail(where, f"nth = {expected.nth}, but there are {len(found)} events {events[found[0]]!r}")
         return Want(expected, found[expected.nth - 1])
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """A hint at the word that was probably meant."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _names(texts: Sequence[str], request: str) -> bool:

@@ -20,7 +20,8 @@ from kvcanary.faults.scenario.happenings import Happening, Places
 from kvcanary.faults.scenario.parse import Play, Scenario
 from kvcanary.faults.scenario.pool import Backend, Pool, WorldError
 from kvcanary.faults.scenario.texts import Texts
-from kvcanary.faults.scenario.words import PADDING, listed, near
+from kvcanary.faults.scenario.words import PADDING, listed
+from kvcanary.text import near_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +327,7 @@ class World:
         engine = self._engine(*places) if places else self._holding(event.rows[0].request)[0]
         pool = engine.pool
         if event.part not in pool.parts:
-            near_one, known = near(event.part, pool.parts), listed(sorted(pool.parts))
+            near_one, known = near_to(event.part, pool.parts), listed(sorted(pool.parts))
             raise WorldError(f"no source is of part {event.part!r}{near_one}; there is {known}")
         forward = Forward(engine, event, self._translation[pool.name])
         self._forwards[event.name] = forward

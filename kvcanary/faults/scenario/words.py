@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
@@ -22,12 +21,6 @@ _TERM = re.compile(
 
 class NotationError(KVCanaryError, ValueError):
     """An event that is not written as the notation has it."""
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """A hint at the word that was probably meant."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def listed(names: Iterable[str]) -> str:
