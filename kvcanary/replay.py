@@ -77,7 +77,12 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether something was compared, or nothing had to be, nothing differs, and no event is missing."""
-        return self.different == 0 and not self.lost and (self.compared > 0 or not self.skipped)
+        return self.different == 0 and not self.lost and not self.blank
+
+    @property
+    def blank(self) -> bool:
+        """Nothing was compared, though the run had more than what went through the folds."""
+        return self.compared == 0 and bool(self.skipped or self.gaps)
 
     @property
     def lost(self) -> list[Gap]:

@@ -178,7 +178,7 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
         print(msgspec.json.encode(line).decode())
         return
     word = "no difference" if verdict.different == 0 else f"{verdict.different:,} differ"
-    if verdict.compared == 0 and (verdict.skipped or verdict.lost):
+    if verdict.blank:
         word = "nothing could be compared"
     elif verdict.different == 0 and verdict.lost:
         word = "no difference in what is there, but events are missing"
@@ -189,7 +189,7 @@ def _print_verdict(verdict: Verdict, *, json: bool) -> None:
         _print_difference(difference)
     if verdict.different > _MOST_SHOWN:
         print(f"  and {verdict.different - _MOST_SHOWN:,} more")
-    _print_gaps(verdict.run, verdict.lost, json=False)
+    _print_gaps(verdict.run, verdict.gaps if verdict.blank else verdict.lost, json=False)
 
 
 def _print_difference(difference: Difference) -> None:

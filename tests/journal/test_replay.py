@@ -240,3 +240,12 @@ def test_a_check_of_a_damaged_recording_never_passes(tmp_path: Path) -> None:
     verdict, _ = judge(path)
     assert verdict.lost
     assert not verdict.holds
+
+
+def test_a_check_of_a_run_of_which_nothing_was_kept_does_not_hold(tmp_path: Path) -> None:
+    with recording(tmp_path, level="incidents") as made:
+        made.publish(make_events(500))
+    verdict, _ = judge(made.path)
+    assert (verdict.compared, verdict.lost) == (0, [])
+    assert verdict.gaps
+    assert not verdict.holds
