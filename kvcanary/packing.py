@@ -1,8 +1,9 @@
 """Packs recorded calls into facts: columns per kind, pages as runs of consecutive numbers.
 
 Order is kept where it matters. A call joins an earlier fact of its kind and group only across facts that it
-commutes with: those that share neither bytes nor, where a request's own life is concerned, the request. So a
-step's thousand interleaved calls become a handful of facts, and page 5 freed and handed out again stays in order.
+commutes with: those that share neither bytes nor, where a request's own life is concerned, the request. The end of
+a life, which may hold any page, commutes with nothing about pages. So a step's thousand interleaved calls become a
+handful of facts, and page 5 freed and handed out again stays in order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvcanary.events import Event, Fact, PageRun
+from kvcanary.events import Event, Fact, PageRun, RequestsFinished, RequestsPreempted
 
 
 class Call(msgspec.Struct, gc=False):
@@ -55,6 +56,9 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     monotonic_ns: int
 
 
+_ENDS: tuple[type[Event], ...] = (RequestsFinished, RequestsPreempted)
+"""The ends of lives. A page may be held by any of them."""
+
 Spaces = Mapping[str, tuple[str, int]]
 """For groups that share bytes: the memory that a group lies in, and how many of its pages make one page of that."""
 
@@ -87,7 +91,7 @@ class _Order:
         self._calls = calls
         self._spaces = spaces
         self._noted = 0
-        self._wall = -1
+        self._wall = self._ended = self._paged = -1
         self._last: dict[str, dict[int, int]] = {}
         self._lives: dict[str, int] = {}
         self._owners: dict[str, int] = {}
@@ -101,7 +105,11 @@ class _Order:
             return False
         if isinstance(call, RequestCall):
             name = call.row[0]
-            return max(self._lives.get(name, -1), self._owners.get(name, -1)) <= place
+            # Whose pages a life holds nobody looks up here, so its end stays where it is among what happens to pages.
+            ended = self._paged if call.kind in _ENDS else -1
+            return max(ended, self._lives.get(name, -1), self._owners.get(name, -1)) <= place
+        if self._ended > place:
+            return False
         last, pages = self._touched(call)
         if not last.keys().isdisjoint(pages) and any(last.get(page, -1) > place for page in pages):
             return False
@@ -109,6 +117,7 @@ class _Order:
 
     def _note(self, call: PagesCall | RequestCall | EventCall, place: int) -> None:
         if isinstance(call, PagesCall):
+            self._paged = max(self._paged, place)
             last, pages = self._touched(call)
             last.update(dict.fromkeys(pages, place))
             owners = self._owners
@@ -118,6 +127,8 @@ class _Order:
                     owners[request] = place
         elif isinstance(call, RequestCall):
             self._lives[call.row[0]] = place
+            if call.kind in _ENDS:
+                self._ended = max(self._ended, place)
         else:
             self._wall = place
 

@@ -97,12 +97,12 @@ def test_a_page_that_is_freed_and_handed_out_again_keeps_its_order(log: FactLog)
 
 
 def test_a_call_that_joined_an_earlier_fact_does_not_take_the_next_one_with_it(log: FactLog) -> None:
-    log.preempted("a", 0)
+    log.rewound("a", 0, 0)
     log.pages("alloc", "full", "b", [0])
-    log.preempted("a", 0)
-    log.preempted("b", 0)
+    log.rewound("a", 0, 0)
+    log.rewound("b", 0, 0)
     log.step(1, 0)
-    requests = [fact.requests for fact in log.take() if isinstance(fact, RequestsPreempted | PagesAllocated)]
+    requests = [fact.requests for fact in log.take() if isinstance(fact, RequestsRewound | PagesAllocated)]
     assert requests == [("a", "a"), ("b",), ("b",)]
 
 
