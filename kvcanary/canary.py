@@ -166,7 +166,8 @@ class Canary(Transfers, Tools):
             state.reset()
             state.counters[Word.ARMED] = 1
         self._armed = True
-        self.emit(CanaryArmed(forward=self.next_forward, time_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()))
+        now, wall = time.monotonic_ns(), time.time_ns()
+        self.announce(CanaryArmed(forward=self.next_forward, time_ns=wall, monotonic_ns=now))
         for group, pages in unheld.items():
             self.free(group, pages)
 

@@ -279,6 +279,15 @@ class FactLog(FactRecorder):
         """The step made no forward. Engine's thread."""
         self._in_step = False
 
+    def announce(self, event: Event) -> None:
+        """Tell of an end or a new beginning of the checks: in its place among the facts, soon, whether there is room.
+
+        It must not be overtaken by facts: the ledger would judge what comes after by what was before. Engine's thread.
+        """
+        self._calls.append(EventCall(type(event), self.retired, event))
+        self._unstamped = True
+        self.hurry()
+
     def hurry(self) -> None:
         """Let the next :meth:`take` not wait for the next step. Any thread."""
         self._hurried = True

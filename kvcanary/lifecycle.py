@@ -244,7 +244,7 @@ class Lifecycle(Reporting):
             return
         self._armed = False
         now, wall = time.monotonic_ns(), time.time_ns()
-        self.emit(CanaryDisarmed(forward=self.next_forward, time_ns=wall, monotonic_ns=now, reason=reason))
+        self.announce(CanaryDisarmed(forward=self.next_forward, time_ns=wall, monotonic_ns=now, reason=reason))
 
     def _base(
         self, request: str, seed: int, salts: Sequence[int], tokens: Sequence[int], length: int

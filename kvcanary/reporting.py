@@ -79,6 +79,14 @@ class Reporting(Binding):
         """Put an event of one's own into the stream. Any thread."""
         self.drain.submit(event)
 
+    def announce(self, event: Event) -> None:
+        """As :meth:`emit`, in its place among the lifecycle calls. Engine's thread."""
+        if not self.facts.enabled:
+            self.emit(event)
+            return
+        self.facts.announce(event)
+        self.drain.wake()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything that happened so far went through the folds, and into the journal if there is one.
 

@@ -255,10 +255,13 @@ class Ledger:
         self.flights: dict[tuple[str, bool], Flight] = {}
         self.failed: dict[tuple[str, bool], Flight] = {}
 
-    def forget_before(self, forward: int) -> None:
-        """Facts may be missing before ``forward``: pages of older generations are unknown."""
+    def forget_before(self, forward: int | None) -> None:
+        """Facts may be missing before ``forward`` (None: up to now): pages of older generations are unknown."""
         for space in self._spaces.values():
-            space.entries = [entry if entry is not None and entry.since >= forward else None for entry in space.entries]
+            space.entries = [
+                entry if entry is not None and forward is not None and entry.since >= forward else None
+                for entry in space.entries
+            ]
 
     def space(self, group: str) -> Space:
         """The slots that a group lies in."""

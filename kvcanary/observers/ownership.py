@@ -91,6 +91,7 @@ class OwnershipFold:
         self._findings = Findings(self.name)
         self._transfers = transfers = Transfers(self._ledger, self._findings)
         self._evidence = Evidence(self._ledger, self._findings)
+        self._was_armed = False
         self._rules: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._begin,
             CanaryArmed: self._armed,
@@ -143,16 +144,20 @@ class OwnershipFold:
     def _begin(self, event: RunStarted) -> None:
         self._ledger.begin(event.groups)
         self._findings.clear()
+        self._was_armed = False
 
     def _armed(self, event: CanaryArmed) -> None:
-        # While disarmed the engine does as it likes and tells nobody.
-        self._ledger.forget_before(event.forward)
+        # While disarmed the engine does as it likes and tells nobody. Armed anew it begins with other pages, though no
+        # forward lies between; before it is armed first, what it tells for the next forward is told in earnest.
+        self._ledger.forget_before(event.forward if not self._was_armed else None)
+        self._was_armed = True
 
     def _lost(self, _: FactsLost) -> None:
         self._ledger.forget()
 
     def _checkpointed(self, event: OwnershipCheckpointed) -> None:
         restore(self._ledger, event.state)
+        self._was_armed = True  # it stands in the middle of a run
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary.errors import BatchError
-from kvcanary.events import PagesAllocated, ViolationDetected
+from kvcanary.events import CanaryArmed, CanaryDisarmed, Event, OwnershipViolated, PagesAllocated, ViolationDetected
 from tests.canary.conftest import Bench
 from tests.canary.hand import PAGE
 
@@ -146,3 +146,29 @@ def test_a_second_request_that_reads_a_broken_link_is_counted_and_one_whose_end_
     engine.step(["d"])
     assert [(one.kind, one.request) for one in bench.violations()] == [("DIGEST", "c0"), ("REQUEST_DIGEST", "d")]
     assert bench.of("SnapshotTaken")[-1].violations_repeated == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_was_held_before_a_pause_is_not_held_against_what_follows_it(bench: Bench, steps: int) -> None:
+    canary = bench.canary
+    bench.engine.admit("a", 5)
+    canary.arm(free={"full": [1, 2, 3]})
+    canary.alloc("full", "X", [50])
+    for _ in range(steps):
+        bench.engine.step()
+    canary.disarm("a pause")
+    canary.arm(free={"full": [3, 4, 5]})
+    canary.alloc("full", "Y", [50])
+    bench.engine.step()
+    assert bench.of_kind(OwnershipViolated) == []
+    told = [event for event in bench.of_kind(Event) if isinstance(event, (CanaryArmed, CanaryDisarmed, PagesAllocated))]
+    assert [type(event) for event in told[-3:]] == [CanaryDisarmed, CanaryArmed, PagesAllocated]
+
+
+def test_a_page_handed_out_twice_since_the_last_arming_is_found(bench: Bench) -> None:
+    bench.engine.admit("a", 5)
+    bench.canary.arm()
+    bench.canary.alloc("full", "X", [50])
+    bench.canary.alloc("full", "Y", [50])
+    bench.engine.step()
+    assert [found.kind for found in bench.of_kind(OwnershipViolated)] == ["DOUBLE_ALLOC"]
