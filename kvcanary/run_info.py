@@ -33,9 +33,10 @@ def describe_run(
             host=socket.gethostname(),
             pid=os.getpid(),
             device=_device_name(layout.device),
-            engine=engine,
-            engine_version=engine_version,
-            **ranks,
+            engine=str(engine),
+            # Engines have versions that are more than strings, and ranks of numpy: records can hold neither.
+            engine_version=str(engine_version),
+            **{name: int(rank) for name, rank in ranks.items()},
         ),
         versions=_versions(),
         backend=kernels.name if kernels is not None else "",

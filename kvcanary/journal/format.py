@@ -209,9 +209,13 @@ class EventEncoder:
         except UnicodeEncodeError:
             return self._encoder.encode(encodable(msgspec.to_builtins(event)))
 
-    def one(self, event: Event) -> bytes:
-        """A MessagePack map."""
-        return bytes(self._one(event))
+    def whole(self, event: Event) -> bytes:
+        """A MessagePack map with all that the event holds.
+
+        Raises:
+            TypeError: a field has no form.
+        """
+        return self._encode(event)
 
     def _one(self, event: Event) -> msgspec.Raw:
         if isinstance(event, UnknownEvent):

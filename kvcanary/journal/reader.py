@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -234,13 +235,22 @@ class JournalFile:
         after, torn = -1, False
         while not torn:
             rows, torn = self._some(_FRAMES, (after, query.first_seq, query.last_seq), _Row)
-            yield from rows
+            for row in rows:
+                if row.first_seq <= after:  # a damaged index leads back to what was read
+                    torn = self._note_damage("frames out of order")
+                    break
+                yield row
+                after = row.first_seq
             if not rows:
                 break
-            after = rows[-1].first_seq
         if torn:  # from the other end, up to what is broken
             self._torn = True
-            yield from reversed(self._rows(_FRAMES_BACKWARDS, (after, query.first_seq, query.last_seq), _Row))
+            behind: list[_Row] = []
+            for row in self._rows(_FRAMES_BACKWARDS, (after, query.first_seq, query.last_seq), _Row):
+                if not after < row.first_seq < (behind[-1].first_seq if behind else row.first_seq + 1):
+                    break
+                behind.append(row)
+            yield from reversed(behind)
 
     def _missing(self, first: int, last: int) -> Iterator[Gap]:
         """Numbers that no frame has, split by the reasons that were told."""
@@ -264,7 +274,7 @@ class JournalFile:
                 return
             found = [self._decode(bytes(raw), first + at) for at, raw in enumerate(unpack(data, crc))]
         except (sqlite3.DatabaseError, ValueError, TypeError, msgspec.MsgspecError) as error:
-            self.damage = f"{DAMAGED} ({error})"
+            self._note_damage(error)
             yield Gap(first, row.last_seq, self.damage)
             return
         for event in found:
@@ -299,13 +309,25 @@ class JournalFile:
         """
         found: list[T] = []
         try:
-            found.extend(msgspec.convert(row, shape) for row in self._db.execute(query, values))
+            rows = self._db.execute(query, values)
+            found.extend(msgspec.convert(row, shape) for row in islice(rows, self._most_rows()))
+            if next(rows, None) is not None:
+                return found, self._note_damage("more rows than it has bytes")
         except sqlite3.OperationalError as error:
             raise self._unreadable(error) from error
         except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
-            self.damage = f"{DAMAGED} ({error})"
-            return found, True
+            return found, self._note_damage(error)
         return found, False
+
+    def _most_rows(self) -> int:
+        """More than any table can have: a damaged one may lead in a circle."""
+        ((pages,),) = self._db.execute("PRAGMA page_count")
+        ((size,),) = self._db.execute("PRAGMA page_size")
+        return int(pages) * int(size)
+
+    def _note_damage(self, what: object) -> bool:
+        self.damage = f"{DAMAGED} ({what})"
+        return True
 
     def close(self) -> None:
         """Close the file."""

@@ -65,7 +65,7 @@ class Store:
             "run": encodable(started.run),
             "kvcanary": __version__,
             "schema_version": SCHEMA_VERSION,
-            "started": EventEncoder().one(started),
+            "started": EventEncoder().whole(started),
             **notes,
         }
         with self._transaction():
@@ -94,7 +94,7 @@ class Store:
                     (frame.segment.number, frame.first_seq, frame.last_seq, frame.segment.opened_by),
                 )
             for stopped in ends:
-                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (EventEncoder().one(stopped),))
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('stopped', ?)", (EventEncoder().whole(stopped),))
         self._prune()
 
     @property

@@ -6,7 +6,8 @@ any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class HandEngine:
         seed: int = 0,
         *,
         dtype: torch.dtype = torch.float32,
-        unarmed: Mapping[str, str] | None = None,
+        **said: Any,
     ) -> None:
         self.canary = canary
         self.random = torch.Generator().manual_seed(seed)
@@ -49,7 +50,7 @@ class HandEngine:
         self.pages: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
-        canary.bind(self.layout, max_tokens=512, max_batch_rows=16, max_rows=32, engine="hand", unarmed=unarmed)
+        canary.bind(self.layout, max_tokens=512, max_batch_rows=16, max_rows=32, engine="hand", **said)
         canary.arm()
 
     def admit(self, name: str, length: int, *, pages: list[int] | None = None, tokens: list[int] | None = None) -> None:

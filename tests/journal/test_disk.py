@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvcanary.cli.benches.stream import make_events
-from kvcanary.events import ObserverFailed, StatsReported, Ticked
+from kvcanary.events import Event, ObserverFailed, StatsReported, Ticked
 from kvcanary.journal.format import Gap
 from kvcanary.journal.reader import DAMAGED, UNEXPLAINED, JournalError, JournalFile, find_files
 from kvcanary.journal.retention import make_room
@@ -243,6 +244,25 @@ def test_of_a_file_with_a_broken_place_what_is_behind_it_is_read_as_well(tmp_pat
     assert kept == [seq for seq in range(1, last + 1) if not gap.first_seq <= seq <= gap.last_seq]
     assert kept[0] == 1
     assert kept[-1] == last
+
+
+def test_no_flipped_bit_of_an_index_has_a_file_read_for_ever(tmp_path: Path) -> None:
+    path = record(tmp_path, make_events(2500))
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        ((root,),) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'frames'")
+        ((size,),) = db.execute("PRAGMA page_size")
+    whole, start = path.read_bytes(), (root - 1) * size
+    damaged = 0
+    for offset in (*range(24), *range(size - 40, size)):
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[start + offset] ^= 1 << bit
+            path.write_bytes(changed)
+            with contextlib.suppress(JournalError), JournalFile(path) as file:
+                numbers = seqs([event for event in file.read() if isinstance(event, Event)])
+                assert numbers == sorted(set(numbers))
+                damaged += bool(file.damage)
+    assert damaged > 10
 
 
 def test_a_frame_at_the_end_that_was_taken_out_is_missed(tmp_path: Path) -> None:
