@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Literal, get_args
@@ -74,13 +75,15 @@ def _output(*, json: bool) -> Output:
 def _play(options: Options, output: Output) -> int:
     import anyio
     import torch
-    from transformers.utils import logging
+    from transformers.utils.logging import set_verbosity_error
 
     from kvcanary.cli.session import serve
 
     # Tiny models run many times slower when threads have to meet after each of their operations.
     torch.set_num_threads(1)
-    logging.set_verbosity_error()
+    set_verbosity_error()
+    # The engine's scheduler has a logger of its own, and warns when Ctrl-C stops it before it has begun.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     began = time.perf_counter()
     results = Results()
     try:
